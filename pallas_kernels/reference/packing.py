@@ -1,0 +1,110 @@
+"""Reference of the TwELL operations: `pack`, `unpack` and the two packed matmuls."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.reference.matmuls import from_hidden, over_tokens, to_hidden
+from pallas_kernels.twell import Twell
+
+
+def pack(dense, *, tile, slots) -> Twell:
+    """See `pallas_kernels.ops.pack`."""
+    num_columns = dense.shape[-1]
+    num_tiles = -(-num_columns // tile)
+    padding = [(0, 0)] * (dense.ndim - 1) + [(0, num_tiles * tile - num_columns)]
+    tiles = jnp.pad(dense, padding).reshape(*dense.shape[:-1], num_tiles, tile)
+    active = tiles != 0  # True for NaN
+    count = jnp.sum(active, axis=-1, dtype=jnp.int32)
+    # A stable sort by "is zero" brings the non-zeros to the front in column order.
+    column = jnp.argsort(~active, axis=-1, stable=True)[..., :slots].astype(jnp.int32)
+    used = jnp.arange(slots) < count[..., None]
+    first_column = tile * jnp.arange(num_tiles, dtype=jnp.int32)[:, None]
+    return Twell(
+        count=count,
+        index=jnp.where(used, first_column + column, num_columns),
+        value=jnp.where(used, jnp.take_along_axis(tiles, column, axis=-1), 0),
+        num_columns=num_columns,
+        tile=tile,
+    )
+
+
+def unpack(twell: Twell):
+    """See `pallas_kernels.ops.unpack`."""
+    dense = _scatter(twell, twell.value)
+    return jnp.where(twell.overflowed[..., None], jnp.nan, dense)
+
+
+def _scatter(twell: Twell, value):
+    """Lays `value`, shaped like the slots, out as `[..., num_columns]`; unused slots drop."""
+    leading = twell.shape[:-1]
+    num_rows = math.prod(leading)
+    num_entries = twell.num_tiles * twell.slots
+    row = jnp.arange(num_rows)[:, None]
+    dense = jnp.zeros((num_rows, twell.num_columns), value.dtype)
+    dense = dense.at[row, twell.index.reshape(num_rows, num_entries)].set(
+        value.reshape(num_rows, num_entries), mode="drop"
+    )
+    return dense.reshape(*leading, twell.num_columns)
+
+
+def _twell_cotangent(twell: Twell, value_bar) -> Twell:
+    def no_gradient(array):
+        return np.zeros(array.shape, jax.dtypes.float0)
+
+    return Twell(
+        count=no_gradient(twell.count),
+        index=no_gradient(twell.index),
+        value=value_bar,
+        num_columns=twell.num_columns,
+        tile=twell.tile,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def matmul_pack(x, w, tile, slots) -> Twell:
+    """See `pallas_kernels.ops.matmul_pack`."""
+    return pack(jax.nn.relu(to_hidden(x, w)).astype(x.dtype), tile=tile, slots=slots)
+
+
+def _matmul_pack_forward(x, w, tile, slots):
+    twell = matmul_pack(x, w, tile, slots)
+    return twell, (x, w, twell)
+
+
+def _matmul_pack_backward(tile, slots, residuals, twell_bar):
+    del tile, slots
+    x, w, twell = residuals
+    # Entries lost to overflow have no cotangent: the gradient of such a row is NaN.
+    product_bar = jnp.where(twell.overflowed[..., None], jnp.nan, _scatter(twell, twell_bar.value))
+    dx = from_hidden(product_bar, w)
+    return dx.astype(x.dtype), over_tokens(product_bar, x).astype(w.dtype)
+
+
+matmul_pack.defvjp(_matmul_pack_forward, _matmul_pack_backward)
+
+
+@jax.custom_vjp
+def twell_matmul(twell: Twell, w):
+    """See `pallas_kernels.ops.twell_matmul`."""
+    return from_hidden(unpack(twell), w).astype(w.dtype)
+
+
+def _twell_matmul_forward(twell, w):
+    return twell_matmul(twell, w), (twell, w)
+
+
+def _twell_matmul_backward(residuals, y_bar):
+    twell, w = residuals
+    dense_bar = jnp.where(twell.overflowed[..., None], jnp.nan, to_hidden(y_bar, w))
+    flat_index = twell.index.reshape(*twell.shape[:-1], twell.num_tiles * twell.slots)
+    value_bar = jnp.take_along_axis(dense_bar, flat_index, axis=-1, mode="fill", fill_value=0)
+    dw = over_tokens(unpack(twell), y_bar)
+    value_bar = value_bar.reshape(twell.value.shape).astype(twell.dtype)
+    return _twell_cotangent(twell, value_bar), dw.astype(w.dtype)
+
+
+twell_matmul.defvjp(_twell_matmul_forward, _twell_matmul_backward)

@@ -1,0 +1,3 @@
+"""The backends that run the case table on this machine."""
+
+BACKENDS = ("reference",)

@@ -1,0 +1,247 @@
+"""`sparse_ffn` against the f64 truth: every output and gradient, row by row."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import sparse_ffn
+from tests.kernels.backends import BACKENDS
+from tests.kernels.cases import TABLE, Case, make_inputs
+from tests.kernels.truth import ffn_truth, naive_ffn, row_errors
+
+GRADIENTS = ("dx", "dw_gate", "dw_up", "dw_down")
+
+
+def run(function, inputs):
+    """(y, stats or l1, gradients by name) of `function(x, w_gate, w_up, w_down, mask)`."""
+
+    @jax.jit
+    def outputs_and_gradients(x, w_gate, w_up, w_down, token_mask, y_bar):
+        arguments = (x, w_gate, w_up, w_down)
+        (y, other), vjp = jax.vjp(lambda *a: function(*a, token_mask), *arguments)
+        return y, other, vjp((y_bar, _cotangent(other, inputs.l1_bar)))
+
+    y, other, gradients = outputs_and_gradients(
+        inputs.x, inputs.w_gate, inputs.w_up, inputs.w_down, inputs.token_mask, inputs.y_bar
+    )
+    named = zip(GRADIENTS, gradients, strict=True)
+    return y, other, {name: gradient for name, gradient in named if gradient is not None}
+
+
+def _cotangent(stats_or_l1, l1_bar):
+    """`l1_bar` for l1 and nothing for the other statistics."""
+    if not hasattr(stats_or_l1, "_replace"):
+        return jnp.float32(l1_bar)
+    return stats_or_l1._replace(
+        l1=jnp.float32(l1_bar),
+        l0=jnp.float32(0),
+        fired=np.zeros(stats_or_l1.fired.shape, jax.dtypes.float0),
+        num_tokens=np.zeros((), jax.dtypes.float0),
+    )
+
+
+def sparse(backend):
+    """`sparse_ffn` on `backend` with positional arguments."""
+    return lambda x, w_gate, w_up, w_down, token_mask: sparse_ffn(
+        x, w_gate, w_up, w_down, token_mask=token_mask, backend=backend
+    )
+
+
+def assert_rows_close(name, actual, truth, naive, contraction, rows=slice(None)):
+    """Every row's error is at most twice the worst row error of the naive layer.
+
+    The naive layer can be exact by luck where there are few rows. So the limit is never
+    under one rounding of the result, nor under the random walk of f32 roundings that a
+    sum of `contraction` terms makes.
+    """
+    rounding = float(jnp.finfo(actual.dtype).eps)
+    walk = np.sqrt(contraction) * 2**-23
+    limit = max(2 * row_errors(naive, truth)[rows].max(initial=0.0), rounding, walk)
+    errors = row_errors(actual, truth)[rows]
+    assert errors.max(initial=0.0) <= limit, (
+        f"{name}: row {errors.argmax()} is off by {errors.max():.3g}, limit {limit:.3g}"
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [c for c in TABLE if not c.poison], ids=str)
+def test_equals_truth(case, backend):
+    inputs = make_inputs(case)
+    truth = ffn_truth(inputs)
+    y, stats, gradients = run(sparse(backend), inputs)
+    naive_y, _, naive_gradients = run(naive_ffn, inputs)
+
+    assert y.dtype == inputs.x.dtype and y.shape == inputs.x.shape
+    num_tokens = int(np.prod(case.tokens))
+    assert_rows_close("y", y, truth["y"], naive_y, case.intermediate_size)
+    np.testing.assert_array_equal(stats.fired, truth["fired"])
+    assert int(stats.num_tokens) == truth["num_tokens"]
+    # Sums of at most 2.6e5 f32 terms, pairwise: 32 roundings is generous.
+    np.testing.assert_allclose(stats.l0, truth["l0"], rtol=32 * 2**-24)
+    # l1 also sees g and u rounded to the dtype: one rounding each, and one of h.
+    eps = float(jnp.finfo(case.dtype).eps)
+    np.testing.assert_allclose(stats.l1, truth["l1"], rtol=max(2 * eps, 32 * 2**-24))
+    assert set(gradients) == {name for name in GRADIENTS if name in truth}
+    for name, gradient in gradients.items():
+        assert gradient.dtype == inputs.x.dtype
+        contraction = case.intermediate_size if name == "dx" else num_tokens
+        assert_rows_close(name, gradient, truth[name], naive_gradients[name], contraction)
+
+    idle = ~truth["support"].any(axis=1)
+    assert np.all(np.asarray(y).reshape(-1, case.hidden_size)[idle] == 0)
+    assert np.all(np.asarray(gradients["dx"]).reshape(-1, case.hidden_size)[idle] == 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", [c for c in TABLE if c.poison], ids=str)
+def test_non_finite_token_stays_alone(case, backend):
+    inputs = make_inputs(case)
+    truth = ffn_truth(inputs)
+    y, stats, gradients = run(sparse(backend), inputs)
+    healthy = np.arange(len(y)) != inputs.poisoned
+    counted = inputs.token_mask is None or bool(inputs.token_mask[inputs.poisoned])
+    active = truth["support"][inputs.poisoned]
+    assert active.any()
+
+    assert not np.isfinite(np.asarray(y, np.float32)[inputs.poisoned]).any()
+    assert np.isfinite(stats.l1) == (not counted)
+    np.testing.assert_array_equal(stats.fired, truth["fired"])
+    for name in GRADIENTS[1:]:
+        if name in gradients:
+            rows = np.asarray(gradients[name], np.float32)[active]
+            assert not np.isfinite(rows).all(axis=1).any(), f"{name}: a bad token was hidden"
+
+    # The naive layer, spared the bad token, judges the healthy ones. The number of
+    # tokens stays the same, so their L1 gradient does, too.
+    spared = dataclasses.replace(inputs, x=inputs.x.at[inputs.poisoned].set(0))
+    naive_y, _, naive_gradients = run(naive_ffn, spared)
+    size = case.intermediate_size
+    assert_rows_close("y", y, truth["y"], naive_y, size, rows=healthy)
+    dx, naive_dx = gradients["dx"], naive_gradients["dx"]
+    assert_rows_close("dx", dx, truth["dx"], naive_dx, size, rows=healthy)
+
+
+SMALL = Case((7,), 64, 128, 0.3, "float32")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_gradients_equal_autodiff_of_the_formula(backend, gated):
+    inputs = make_inputs(Case((33,), 64, 128, 0.3, "float32", gated=gated, mask="random"))
+    _, stats, gradients = run(sparse(backend), inputs)
+    _, l1, expected = run(naive_ffn, inputs)
+    np.testing.assert_allclose(stats.l1, l1, rtol=1e-6)
+    for name, gradient in gradients.items():
+        scale = np.abs(expected[name]).max()
+        np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=8 * 2**-23 * scale)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_gradients_equal_finite_differences(backend, gated):
+    """In f32: gates are multiples of 1/64, so a small step crosses no kink."""
+    inputs = make_inputs(Case((7,), 64, 128, 0.3, "float32", gated=gated))
+    w_gate, w_up, w_down = inputs.w_gate, inputs.w_up, inputs.w_down
+    # Gates of exactly 0 sit on the kink; half a grid step of bias moves them off it.
+    first = w_up if w_gate is None else w_gate
+    first = first.at[:, 0].add(1 / 512)
+    gates = np.asarray(inputs.x @ first.T)
+    margin = np.abs(gates).min()
+    assert margin >= 1 / 128
+    args = [inputs.x] + ([w_gate, w_up] if gated else [w_up]) + [w_down]
+    args[1] = first
+
+    def loss(args):
+        weights = args[1:] if gated else [None, *args[1:]]
+        y, stats = sparse_ffn(args[0], *weights, backend=backend)
+        return jnp.sum(y * inputs.y_bar) + inputs.l1_bar * stats.l1
+
+    gradient = jax.grad(loss)(args)
+    rng = np.random.default_rng(1)
+    for position in range(len(args)):
+        direction = rng.normal(size=args[position].shape)
+        direction /= np.linalg.norm(direction)
+        # A unit step moves a gate by less than 32 here, so this one stays in its linear piece.
+        step = margin / 64
+
+        def at(sign, position=position, direction=direction, step=step):
+            moved = list(args)
+            moved[position] = args[position] + jnp.float32(sign * step) * direction
+            return float(loss(moved))
+
+        numeric = (at(1) - at(-1)) / (2 * step)
+        exact = float(np.sum(np.asarray(gradient[position], np.float64) * direction))
+        # The loss is at most quadratic between kinks, in which a central difference is
+        # exact; what is left is the rounding of two f32 sums of about this magnitude.
+        magnitude = float(jnp.sum(jnp.abs(inputs.y_bar))) * 32
+        assert abs(numeric - exact) <= 2**-23 * magnitude / step, position
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_l1_gradient_survives_bf16(backend):
+    """An L1 term 2^-12 of the other gradient would round away if it were added in bf16."""
+    inputs = make_inputs(Case((64,), 64, 128, 1.0, "bfloat16", gated=False))
+
+    def gradient(l1_bar):
+        _, _, gradients = run(sparse(backend), dataclasses.replace(inputs, l1_bar=l1_bar))
+        return np.asarray(gradients["dx"], np.float64)
+
+    strength = 64 * 2.0**-4
+    change = gradient(strength) - gradient(0.0)
+    wide = np.asarray(inputs.w_up.astype(jnp.float32), np.float64)
+    expected = np.broadcast_to(strength / 64 * wide.sum(axis=0), change.shape)
+    cosine = np.sum(change * expected) / np.linalg.norm(change) / np.linalg.norm(expected)
+    assert cosine > 0.9
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bit_equal_runs_and_jit(backend):
+    inputs = make_inputs(Case((64,), 192, 344, 0.05, "bfloat16"))
+    function = jax.jit(lambda *args: sparse_ffn(*args, backend=backend))
+    args = (inputs.x, inputs.w_gate, inputs.w_up, inputs.w_down)
+    first, second = function(*args), function(*args)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": jnp.zeros((7, 65))}, "w_gate: has 64 columns"),
+        ({"x": jnp.zeros((7, 64), jnp.float16)}, "x: dtype must be float32 or bfloat16"),
+        ({"x": jnp.zeros(())}, r"x: shape must be \[\.\.\., size\]"),
+        ({"w_gate": jnp.zeros((127, 64))}, "w_gate: has 127 neurons"),
+        ({"w_down": jnp.zeros((64, 128))}, "w_down: has 128 columns"),
+        ({"w_up": jnp.zeros((128, 64), jnp.bfloat16)}, "w_up: dtype bfloat16 differs"),
+        ({"w_up": jnp.zeros((128,))}, "w_up: shape must be"),
+        ({"token_mask": jnp.ones((7,))}, "token_mask: dtype must be bool"),
+        ({"token_mask": jnp.ones((8,), bool)}, r"token_mask: shape must be \(7,\)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_input_is_named(change, message):
+    inputs = make_inputs(SMALL)
+    arguments = {name: getattr(inputs, name) for name in ("x", "w_gate", "w_up", "w_down")}
+    arguments |= {"token_mask": None} | change
+    with pytest.raises(ValueError, match=message):
+        sparse_ffn(**arguments)
+
+
+def test_no_tokens():
+    inputs = make_inputs(SMALL)
+    y, stats = sparse_ffn(inputs.x[:0], inputs.w_gate, inputs.w_up, inputs.w_down)
+    assert y.shape == (0, 64)
+    assert float(stats.l1) == float(stats.l0) == int(stats.num_tokens) == 0
+
+
+def test_table_has_the_densities_it_names():
+    for case in TABLE:
+        if case.poison or np.prod(case.tokens) < 64:
+            continue
+        share = ffn_truth(make_inputs(case))["support"].mean()
+        if case.density in (0.0, 1.0):
+            assert share == case.density, str(case)
+        else:
+            assert case.density / 2 < share < case.density * 2, str(case)
