@@ -53,7 +53,7 @@ def call(operation: str, backend: str, *args, **kwargs):
         try:
             result = _call(name, operation, *args, **kwargs)
         except NotImplementedError as error:
-            refusals.append(f"{name}: {error}")
+            refusals.append(str(error))
             continue
         if refusals:
             _log_once(f"{operation} runs on backend {name!r} ({'; '.join(refusals)})")

@@ -1,0 +1,71 @@
+"""Batches for training and evaluation, read by Grain from a prepared folder."""
+
+from collections.abc import Iterator
+
+import grain
+import numpy as np
+
+from twell_jax.data.store import TokenStream
+from twell_jax.data.windows import TokenWindows
+
+Batch = dict[str, np.ndarray]
+
+# Reading a batch of 64 windows of 1024 tokens takes about 15 ms on one core, so a
+# few threads are far ahead of any training step.
+_READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)
+
+
+def training_dataset(
+    path: str,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> grain.IterDataset:
+    """An endless stream of batches, shuffled anew by `seed` in every epoch.
+
+    The global batch of step s is elements `[s * batch_size, (s + 1) * batch_size)` of the
+    shuffled, repeated windows, whatever the number of processes; process p reads every
+    `process_count`-th of them, from the p-th on. The state of its iterator is the number
+    of the next batch.
+
+    Args:
+      path: a folder written by `twell_jax.prepare`.
+      sequence_length: tokens of an example.
+      batch_size: examples of a global batch.
+      seed: of the shuffle.
+      process_index: number of this process.
+      process_count: number of processes; must divide `batch_size`.
+
+    Raises:
+      ValueError: the data is unusable, or the batch does not divide.
+    """
+    if batch_size % process_count:
+        raise ValueError(
+            f"batch_size: {batch_size} does not divide among {process_count} processes"
+        )
+    windows = TokenWindows(TokenStream(path, "train"), sequence_length)
+    return (
+        grain.MapDataset.source(windows)
+        .seed(seed)
+        .shuffle()
+        .repeat()
+        .slice(slice(process_index, None, process_count))
+        .batch(batch_size // process_count)
+        .to_iter_dataset(_READ_OPTIONS)
+    )
+
+
+def evaluation_batches(
+    path: str, *, sequence_length: int, batch_size: int, split: str = "validation"
+) -> Iterator[Batch]:
+    """Every window of a split once, in order; the last batch is filled up with padding."""
+    windows = TokenWindows(TokenStream(path, split), sequence_length)
+    for first in range(0, len(windows), batch_size):
+        numbers = range(first, min(first + batch_size, len(windows)))
+        examples = [windows[number] for number in numbers]
+        padding = {name: np.zeros_like(array) for name, array in examples[0].items()}
+        examples += [padding] * (batch_size - len(examples))
+        yield {name: np.stack([e[name] for e in examples]) for name in padding}

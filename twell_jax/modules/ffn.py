@@ -1,0 +1,111 @@
+"""Feed-forward layers: the sparse one, and the dense one that people compare with."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from pallas_kernels import FfnStats, sparse_ffn
+from twell_jax.modules.config import ACTIVATIONS, check_choice
+from twell_jax.modules.initializers import linear_init, row_init
+
+
+def _create_weights(
+    module, hidden_size, intermediate_size, gated, dtype, param_dtype, down_init, rngs
+):
+    """Neuron-major `[H, D]` parameters; `w_gate` is None in the non-gated layer."""
+    shape = (intermediate_size, hidden_size)
+    # The gate draws last, so that up and down do not depend on whether there is one.
+    module.w_up = nnx.Param(row_init(rngs.params(), shape, param_dtype))
+    module.w_down = nnx.Param(down_init(rngs.params(), shape, param_dtype))
+    module.w_gate = nnx.Param(row_init(rngs.params(), shape, param_dtype)) if gated else None
+    module.dtype = dtype
+
+
+def _cast_weights(module):
+    def cast(weight):
+        return None if weight is None else weight[...].astype(module.dtype)
+
+    return cast(module.w_gate), cast(module.w_up), cast(module.w_down)
+
+
+class SparseFFN(nnx.Module):
+    """`(relu(x Wg') * (x Wu')) Wd` (or `relu(x Wu') Wd`), at a cost that falls with sparsity.
+
+    To make it sparse, add `coefficient * stats.l1` to the loss, averaged over layers.
+    The weights are neuron-major, `[intermediate_size, hidden_size]`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        gated: bool = True,
+        backend: str = "auto",
+        dtype=jnp.bfloat16,
+        param_dtype=jnp.float32,
+        down_init=linear_init,
+        rngs: nnx.Rngs,
+    ):
+        """`backend`: one of `pallas_kernels.BACKENDS`; `down_init`: initialiser of `w_down`."""
+        _create_weights(
+            self, hidden_size, intermediate_size, gated, dtype, param_dtype, down_init, rngs
+        )
+        self.backend = backend
+
+    def __call__(
+        self, x: jax.Array, token_mask: jax.Array | None = None
+    ) -> tuple[jax.Array, FfnStats]:
+        """Applies the layer.
+
+        Args:
+          x: `[..., hidden_size]`.
+          token_mask: bool `[...]`, True for the tokens that count in the statistics.
+
+        Returns:
+          `y`, `[..., hidden_size]` in `dtype`, and the statistics of this layer.
+        """
+        return sparse_ffn(
+            x.astype(self.dtype),
+            *_cast_weights(self),
+            token_mask=token_mask,
+            backend=self.backend,
+        )
+
+
+class DenseFFN(nnx.Module):
+    """`(act(x Wg') * (x Wu')) Wd` (or `act(x Wu') Wd`) without statistics: the baseline.
+
+    Same parameters as `SparseFFN`; with "relu" it is the same function.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str = "silu",
+        gated: bool = True,
+        dtype=jnp.bfloat16,
+        param_dtype=jnp.float32,
+        down_init=linear_init,
+        rngs: nnx.Rngs,
+    ):
+        """`activation`: "relu", "silu" or "gelu"; `down_init`: initialiser of `w_down`."""
+        check_choice("activation", activation, ACTIVATIONS)
+        _create_weights(
+            self, hidden_size, intermediate_size, gated, dtype, param_dtype, down_init, rngs
+        )
+        self.activation = activation
+
+    def __call__(self, x: jax.Array, token_mask: jax.Array | None = None) -> tuple[jax.Array, None]:
+        """Applies the layer; same arguments and result as `SparseFFN`, with None as statistics."""
+        del token_mask
+        activation = getattr(jax.nn, self.activation)
+        w_gate, w_up, w_down = _cast_weights(self)
+        x = x.astype(self.dtype)
+        if w_gate is None:
+            hidden = activation(x @ w_up.T)
+        else:
+            hidden = activation(x @ w_gate.T) * (x @ w_up.T)
+        return hidden @ w_down, None
