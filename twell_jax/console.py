@@ -1,13 +1,22 @@
 """What people see on the terminal: one console and one style of progress bar."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 import rich.progress
+from absl import logging as absl_logging
 from rich.console import Console
 
 # On stderr with the log lines, so that stdout stays free for results.
 console = Console(stderr=True, highlight=False)
+
+
+def quiet_libraries() -> None:
+    """Leaves out what libraries log below WARNING: a page of Orbax at every checkpoint."""
+    absl_logging.get_absl_handler().addFilter(
+        lambda record: record.levelno >= logging.WARNING or "site-packages" not in record.pathname
+    )
 
 
 def progress_columns(*extra) -> tuple:

@@ -79,10 +79,12 @@ class Transformer(nnx.Module):
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, **dtypes)
         # [vocab, D] like the embedding, so that a tied and a separate head read alike.
-        self.head = None
-        if not config.tie_embeddings:
-            shape = (config.vocab_size, config.hidden_size)
-            self.head = nnx.Param(row_init(rngs.params(), shape, dtypes["param_dtype"]))
+        shape = (config.vocab_size, config.hidden_size)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else nnx.Param(row_init(rngs.params(), shape, dtypes["param_dtype"]))
+        )
 
     def __call__(
         self,

@@ -1,0 +1,1 @@
+"""Training: configuration, the step, the loop, checkpoints and reports."""
