@@ -15,7 +15,7 @@ import sys
 from absl import app, flags, logging
 
 from twell_jax.console import quiet_libraries
-from twell_jax.training.checkpoint import ConfigChangedError
+from twell_jax.errors import UserError
 from twell_jax.training.flags import define_config_flag, parse_flags
 from twell_jax.training.loop import NonFiniteError, train
 
@@ -32,12 +32,8 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.INFO)
     quiet_libraries()
     try:
-        _CONFIG.value.validate()
-    except ValueError as error:
-        sys.exit(str(error))
-    try:
         train(_CONFIG.value, _WORKDIR.value)
-    except (ConfigChangedError, NonFiniteError) as error:
+    except (UserError, NonFiniteError) as error:
         sys.exit(f"train.py: {error}")
 
 

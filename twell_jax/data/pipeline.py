@@ -7,6 +7,7 @@ import numpy as np
 
 from twell_jax.data.store import TokenStream
 from twell_jax.data.windows import TokenWindows
+from twell_jax.errors import DataError
 
 Batch = dict[str, np.ndarray]
 
@@ -40,12 +41,10 @@ def training_dataset(
       process_count: number of processes; must divide `batch_size`.
 
     Raises:
-      ValueError: the data is unusable, or the batch does not divide.
+      DataError: the data is unusable, or the batch does not divide.
     """
     if batch_size % process_count:
-        raise ValueError(
-            f"batch_size: {batch_size} does not divide among {process_count} processes"
-        )
+        raise DataError(f"batch_size: {batch_size} does not divide among {process_count} processes")
     windows = TokenWindows(TokenStream(path, "train"), sequence_length)
     return (
         grain.MapDataset.source(windows)

@@ -3,6 +3,8 @@
 import pathlib
 import sysconfig
 
+from twell_jax.errors import DataError
+
 # Installed packages are no part of the library; tests are repetitive and may be missing.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3"}
 
@@ -14,7 +16,7 @@ def stdlib_files(max_bytes: int = 0) -> tuple[str, ...]:
       max_bytes: stop before the files add up to more than this; 0 takes all.
 
     Raises:
-      ValueError: the interpreter ships no source.
+      DataError: the interpreter ships no source.
     """
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     chosen, total = [], 0
@@ -27,5 +29,5 @@ def stdlib_files(max_bytes: int = 0) -> tuple[str, ...]:
             break
         chosen.append(str(path))
     if not chosen:
-        raise ValueError(f"data.path=stdlib: no Python source under {root}; use another data.path")
+        raise DataError(f"data.path=stdlib: no Python source under {root}; use another data.path")
     return tuple(chosen)

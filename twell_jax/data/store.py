@@ -15,6 +15,8 @@ import msgpack
 import numpy as np
 from array_record.python import array_record_module
 
+from twell_jax.errors import DataError
+
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -94,11 +96,11 @@ class TokenStream:
     """Random access to the token stream of one split of a prepared folder."""
 
     def __init__(self, folder: str | pathlib.Path, split: str):
-        """Raises ValueError if the folder, its manifest or its shards are not as they must be."""
+        """Raises DataError if the folder, its manifest or its shards are not as they must be."""
         self._folder = pathlib.Path(folder)
         manifest = read_manifest(self._folder)
         if split not in manifest["splits"]:
-            raise ValueError(f"{folder}: no split {split!r}; it has {list(manifest['splits'])}")
+            raise DataError(f"{folder}: no split {split!r}; it has {list(manifest['splits'])}")
         info = manifest["splits"][split]
         self.num_tokens = info["tokens"]
         self._dtype = np.dtype(manifest["token_dtype"]).newbyteorder("<")
@@ -106,10 +108,10 @@ class TokenStream:
         paths = [str(self._folder / name) for name in info["shards"]]
         missing = [path for path in paths if not pathlib.Path(path).is_file()]
         if missing:
-            raise ValueError(f"{folder}: shards named in the manifest are missing: {missing}")
+            raise DataError(f"{folder}: shards named in the manifest are missing: {missing}")
         self._records = grain.sources.ArrayRecordDataSource(paths) if paths else ()
         if len(self._records) != info["records"]:
-            raise ValueError(
+            raise DataError(
                 f"{folder}: split {split!r} has {len(self._records)} records, its manifest says "
                 f"{info['records']}; prepare the data again"
             )
@@ -131,16 +133,16 @@ class TokenStream:
 
 
 def read_manifest(folder: str | pathlib.Path) -> dict:
-    """The manifest of a prepared folder; ValueError if there is none that can be read."""
+    """The manifest of a prepared folder; DataError if there is none that can be read."""
     path = pathlib.Path(folder) / MANIFEST
     if not path.is_file():
-        raise ValueError(
+        raise DataError(
             f"{folder}: no prepared data here ({MANIFEST} is missing); make some with "
             "python -m twell_jax.prepare --input=GLOB --output=DIR"
         )
     manifest = json.loads(path.read_text())
     if manifest.get("format_version") != FORMAT_VERSION:
-        raise ValueError(
+        raise DataError(
             f"{path}: format version {manifest.get('format_version')}, this code reads "
             f"{FORMAT_VERSION}; prepare the data again"
         )

@@ -13,15 +13,16 @@ processes are arithmetic on numbers.
 import numpy as np
 
 from twell_jax.data.store import TokenStream
+from twell_jax.errors import DataError
 
 
 class TokenWindows:
     """A random-access source of examples, as Grain reads it."""
 
     def __init__(self, stream: TokenStream, length: int):
-        """Raises ValueError if the stream is too short for a single target."""
+        """Raises DataError if the stream is too short for a single target."""
         if stream.num_tokens < 2:
-            raise ValueError(f"a split needs at least 2 tokens, this one has {stream.num_tokens}")
+            raise DataError(f"a split needs at least 2 tokens, this one has {stream.num_tokens}")
         self._stream = stream
         self._length = length
 

@@ -4,6 +4,9 @@ import dataclasses
 
 import jax
 
+from pallas_kernels import BACKENDS
+from twell_jax.errors import ConfigError
+
 # Policies for recomputing a block's activations in the backward pass, by name.
 REMAT_POLICIES = {
     "none": None,
@@ -19,15 +22,15 @@ ATTENTION_IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 
 
 def check_choice(field: str, value, allowed) -> None:
-    """Raises ValueError naming the field and the allowed values."""
+    """Raises ConfigError naming the field and the allowed values."""
     if value not in allowed:
-        raise ValueError(f"{field}: must be one of {', '.join(map(str, allowed))}, got {value!r}")
+        raise ConfigError(f"{field}: must be one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
 def check_at_least(field: str, value, minimum) -> None:
-    """Raises ValueError naming the field and its minimum."""
+    """Raises ConfigError naming the field and its minimum."""
     if not value >= minimum:
-        raise ValueError(f"{field}: must be at least {minimum}, got {value}")
+        raise ConfigError(f"{field}: must be at least {minimum}, got {value}")
 
 
 # Not frozen, so that flags can override fields; hashed by value, as JAX needs it.
@@ -81,36 +84,37 @@ class TransformerConfig:
     ffn_backend: str = "auto"
 
     def validate(self, prefix: str = "") -> None:
-        """Raises ValueError naming the first field that is wrong, after `prefix`."""
+        """Raises ConfigError naming the first field that is wrong, after `prefix`."""
         for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
             check_at_least(f"{prefix}{field}", getattr(self, field), 1)
         for field in ("num_kv_heads", "head_dim"):
             check_at_least(f"{prefix}{field}", getattr(self, field), 0)
         if self.num_heads % self.resolved_num_kv_heads:
-            raise ValueError(
+            raise ConfigError(
                 f"{prefix}num_kv_heads: must divide num_heads = {self.num_heads}, "
                 f"got {self.num_kv_heads}"
             )
         if not self.head_dim and self.hidden_size % self.num_heads:
-            raise ValueError(
+            raise ConfigError(
                 f"{prefix}num_heads: must divide hidden_size = {self.hidden_size} where head_dim "
                 f"is not set, got {self.num_heads}"
             )
         if self.resolved_head_dim % 2:
-            raise ValueError(
+            raise ConfigError(
                 f"{prefix}head_dim: rotary embeddings need an even size, "
                 f"got {self.resolved_head_dim}"
             )
         check_choice(f"{prefix}ffn", self.ffn, FFN_KINDS)
         check_choice(f"{prefix}activation", self.activation, ACTIVATIONS)
         if self.ffn == "sparse" and self.activation != "relu":
-            raise ValueError(
+            raise ConfigError(
                 f"{prefix}activation: the sparse layer needs relu, got {self.activation!r}; "
                 f"{prefix}ffn=dense takes any of {', '.join(ACTIVATIONS)}"
             )
         check_choice(f"{prefix}dtype", self.dtype, DTYPES)
         check_choice(f"{prefix}param_dtype", self.param_dtype, DTYPES)
         check_choice(f"{prefix}remat", self.remat, REMAT_POLICIES)
+        check_choice(f"{prefix}ffn_backend", self.ffn_backend, BACKENDS)
         check_choice(f"{prefix}attention", self.attention, ATTENTION_IMPLEMENTATIONS)
 
     @property

@@ -65,7 +65,7 @@ class Transformer(nnx.Module):
     """Token ids to logits."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        """Raises ValueError naming the field if `config` is not valid."""
+        """Raises ConfigError naming the field if `config` is not valid."""
         config.validate()
         self.config = dataclasses.replace(config)
         dtypes = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}

@@ -5,16 +5,13 @@ import pathlib
 
 import orbax.checkpoint as ocp
 
+from twell_jax.errors import ConfigError
 from twell_jax.training.config import CheckpointConfig, Config
 from twell_jax.training.state import TrainState
 
 # Fields that a resumed run may change: they do not alter the training so far. (A new
 # number of steps bends the rest of the learning-rate schedule.)
 MAY_CHANGE = ("log.", "checkpoint.", "train.num_steps", "train.on_nonfinite")
-
-
-class ConfigChangedError(ValueError):
-    """A checkpoint was made by a different configuration."""
 
 
 class Checkpointer:
@@ -54,7 +51,7 @@ class Checkpointer:
         """(state, data position) of `step`.
 
         Raises:
-          ConfigChangedError: the checkpoint was made by a run that `config` does not continue.
+          ConfigError: the checkpoint was made by a run that `config` does not continue.
         """
         saved = self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
         check_same_config(saved["config"], config)
@@ -80,7 +77,7 @@ def _as_dict(state: TrainState) -> dict:
 
 
 def check_same_config(saved: dict, config: Config) -> None:
-    """Raises ConfigChangedError, showing the differences, if `config` trains differently."""
+    """Raises ConfigError, showing the differences, if `config` trains differently."""
     before, now = _flatten(saved), _flatten(dataclasses.asdict(config))
     changed = [
         f"  --config.{name}: {before.get(name, 'not there')} in the checkpoint, "
@@ -89,7 +86,7 @@ def check_same_config(saved: dict, config: Config) -> None:
         if before.get(name) != now.get(name) and not name.startswith(MAY_CHANGE)
     ]
     if changed:
-        raise ConfigChangedError(
+        raise ConfigError(
             "the configuration differs from that of the checkpoint:\n"
             + "\n".join(changed)
             + f"\nOnly {', '.join(MAY_CHANGE)} may change; use another --workdir for a new run"

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from twell_jax.errors import ConfigError
 from twell_jax.modules.config import TransformerConfig, check_at_least, check_choice
 
 STDLIB = "stdlib"
@@ -10,12 +11,12 @@ ON_NONFINITE = ("stop", "skip")
 
 def _check_positive(field, value):
     if not value > 0:
-        raise ValueError(f"{field}: must be greater than 0, got {value}")
+        raise ConfigError(f"{field}: must be greater than 0, got {value}")
 
 
 def _check_share(field, value):
     if not 0 <= value <= 1:
-        raise ValueError(f"{field}: must be from 0 to 1, got {value}")
+        raise ConfigError(f"{field}: must be from 0 to 1, got {value}")
 
 
 @dataclasses.dataclass
@@ -36,7 +37,7 @@ class DataConfig:
     stdlib_max_bytes: int = 0
 
     def validate(self, prefix: str) -> None:
-        """Raises ValueError naming the first wrong field."""
+        """Raises ConfigError naming the first wrong field."""
         check_at_least(f"{prefix}sequence_length", self.sequence_length, 2)
         check_at_least(f"{prefix}stdlib_vocab_size", self.stdlib_vocab_size, 257)
         check_at_least(f"{prefix}stdlib_max_bytes", self.stdlib_max_bytes, 0)
@@ -69,7 +70,7 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def validate(self, prefix: str) -> None:
-        """Raises ValueError naming the first wrong field."""
+        """Raises ConfigError naming the first wrong field."""
         _check_positive(f"{prefix}learning_rate", self.learning_rate)
         check_at_least(f"{prefix}warmup_steps", self.warmup_steps, 0)
         for field in ("final_learning_rate_ratio", "b1", "b2"):
@@ -99,7 +100,7 @@ class L1Config:
     max_coefficient: float = 1e-1
 
     def validate(self, prefix: str) -> None:
-        """Raises ValueError naming the first wrong field."""
+        """Raises ConfigError naming the first wrong field."""
         check_at_least(f"{prefix}coefficient", self.coefficient, 0)
         check_at_least(f"{prefix}warmup_steps", self.warmup_steps, 0)
         check_at_least(f"{prefix}target_l0", self.target_l0, 0)
@@ -107,7 +108,7 @@ class L1Config:
             _check_positive(f"{prefix}min_coefficient", self.min_coefficient)
             check_at_least(f"{prefix}max_coefficient", self.max_coefficient, self.min_coefficient)
             if not self.min_coefficient <= self.coefficient <= self.max_coefficient:
-                raise ValueError(
+                raise ConfigError(
                     f"{prefix}coefficient: the controller starts from it, so it must lie in "
                     f"[{self.min_coefficient}, {self.max_coefficient}], got {self.coefficient}"
                 )
@@ -138,12 +139,12 @@ class TrainConfig:
     dead_after_steps: int = 100
 
     def validate(self, prefix: str) -> None:
-        """Raises ValueError naming the first wrong field."""
+        """Raises ConfigError naming the first wrong field."""
         check_at_least(f"{prefix}num_steps", self.num_steps, 1)
         check_at_least(f"{prefix}batch_size", self.batch_size, 1)
         check_at_least(f"{prefix}micro_batch_size", self.micro_batch_size, 0)
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
-            raise ValueError(
+            raise ConfigError(
                 f"{prefix}micro_batch_size: must divide batch_size = {self.batch_size}, "
                 f"got {self.micro_batch_size}"
             )
@@ -177,7 +178,7 @@ class LogConfig:
     sample_temperature: float = 0.8
 
     def validate(self, prefix: str) -> None:
-        """Raises ValueError naming the first wrong field."""
+        """Raises ConfigError naming the first wrong field."""
         check_at_least(f"{prefix}every_steps", self.every_steps, 1)
         check_at_least(f"{prefix}evaluate_every_steps", self.evaluate_every_steps, 0)
         check_at_least(f"{prefix}sample_tokens", self.sample_tokens, 0)
@@ -197,7 +198,7 @@ class CheckpointConfig:
     keep: int = 2
 
     def validate(self, prefix: str) -> None:
-        """Raises ValueError naming the first wrong field."""
+        """Raises ConfigError naming the first wrong field."""
         check_at_least(f"{prefix}every_steps", self.every_steps, 1)
         check_at_least(f"{prefix}keep", self.keep, 1)
 
@@ -215,21 +216,21 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
 
     def validate(self) -> None:
-        """Raises ValueError naming, as a flag, the first field that is wrong."""
+        """Raises ConfigError naming, as a flag, the first field that is wrong."""
         for field in dataclasses.fields(self):
             getattr(self, field.name).validate(f"--config.{field.name}.")
         if self.optimizer.warmup_steps >= self.train.num_steps:
-            raise ValueError(
+            raise ConfigError(
                 "--config.optimizer.warmup_steps: must be less than train.num_steps = "
                 f"{self.train.num_steps}, got {self.optimizer.warmup_steps}"
             )
         if self.model.ffn == "dense" and (self.l1.coefficient or self.l1.target_l0):
-            raise ValueError(
+            raise ConfigError(
                 "--config.l1.coefficient: the dense layer has no activation statistics; set "
                 "l1.coefficient and l1.target_l0 to 0, or model.ffn to sparse"
             )
         if self.l1.target_l0 >= self.model.intermediate_size:
-            raise ValueError(
+            raise ConfigError(
                 "--config.l1.target_l0: must be less than model.intermediate_size = "
                 f"{self.model.intermediate_size}, got {self.l1.target_l0}"
             )

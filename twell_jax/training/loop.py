@@ -18,6 +18,7 @@ from twell_jax.data.pipeline import training_dataset
 from twell_jax.data.preparation import PrepareOptions, prepare
 from twell_jax.data.stdlib import stdlib_files
 from twell_jax.data.tokenizer import load_tokenizer
+from twell_jax.errors import ConfigError
 from twell_jax.flops import peak_flops, train_flops_per_token
 from twell_jax.generate import generate
 from twell_jax.training import report
@@ -52,7 +53,8 @@ def train(config: Config, workdir: str | pathlib.Path) -> dict:
     activation_sparsity.png and, when the run is finished, summary.json.
 
     Raises:
-      ValueError: the configuration is wrong, or not that of the run in `workdir`.
+      ConfigError: the configuration is wrong, or not that of the run in `workdir`.
+      DataError: the data cannot be used.
       NonFiniteError: a loss or gradient was not finite and `train.on_nonfinite` is "stop".
     """
     config.validate()
@@ -80,7 +82,7 @@ def _find_data(config: Config, workdir: pathlib.Path) -> str:
             prepare(options, path)
     vocab_size = store.read_manifest(path)["vocab_size"]
     if vocab_size > config.model.vocab_size:
-        raise ValueError(
+        raise ConfigError(
             f"--config.model.vocab_size: {config.model.vocab_size} is less than the {vocab_size} "
             f"tokens of the data in {path}"
         )

@@ -53,7 +53,8 @@ def plot_sparsity(workdir: pathlib.Path, intermediate_size: int) -> pathlib.Path
         }
         active.plot(steps, [row["l0"][layer] / intermediate_size for row in rows], **style)
         dead.plot(steps, [row["dead_fraction"][layer] for row in rows], **style)
-    active.set_yscale("log")
+    # Linear under 1e-4, so that layers that are all dead can be drawn, too.
+    active.set_yscale("symlog", linthresh=1e-4)
     active.set_ylabel("active share of neurons (L0 / H)")
     active.set_title("Activation sparsity by layer")
     active.legend(loc="upper right", fontsize="small")

@@ -84,7 +84,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
         (loss, (cross_entropy, stats)), gradient = loss_and_gradient(
             state.params, batch, coefficient
         )
-        grad_norm = optax.global_norm(gradient)
+        grad_norm = optax.tree.norm(gradient)
         learning_rate = schedule(state.step + 1)
         direction, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = jax.tree.map(

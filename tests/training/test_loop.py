@@ -1,0 +1,167 @@
+"""Whole runs: outputs, resume, refusals."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.training.helpers import make_config
+from twell_jax.errors import ConfigError
+from twell_jax.training.checkpoint import Checkpointer
+from twell_jax.training.loop import NonFiniteError, train
+from twell_jax.training.metrics import MetricsWriter, read_metrics
+from twell_jax.training.state import abstract_state
+
+
+@pytest.fixture(scope="module")
+def finished(data_path, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("run")
+    config = make_config(data_path)
+    config.log.evaluate_every_steps = 6
+    summary = train(config, workdir)
+    return config, workdir, summary
+
+
+def final_state(config, workdir):
+    checkpointer = Checkpointer(pathlib.Path(workdir) / "checkpoints", config.checkpoint)
+    state, data_state = checkpointer.restore(
+        checkpointer.latest_step(), abstract_state(config), config
+    )
+    checkpointer.close()
+    return state, data_state
+
+
+def rows_without_speed(workdir):
+    return [
+        {name: value for name, value in row.items() if name != "tokens_per_second"}
+        for row in read_metrics(workdir)
+    ]
+
+
+def assert_same_run(config, workdir, other):
+    assert rows_without_speed(workdir) == rows_without_speed(other)
+    state, data_state = final_state(config, workdir)
+    other_state, other_data_state = final_state(config, other)
+    jax.tree.map(np.testing.assert_array_equal, state, other_state)
+    assert data_state == other_data_state
+
+
+def test_outputs(finished):
+    config, workdir, summary = finished
+    rows = read_metrics(workdir)
+    train_rows = [row for row in rows if row["kind"] == "train"]
+    assert [row["step"] for row in train_rows] == [2, 4, 6, 8, 10, 12]
+    assert [row["step"] for row in rows if row["kind"] == "validation"] == [6, 12]
+    assert train_rows[-1]["cross_entropy"] < train_rows[0]["cross_entropy"]
+    assert {"loss", "l1", "l1_coefficient", "grad_norm", "learning_rate"} <= train_rows[0].keys()
+    assert len(train_rows[0]["l0"]) == len(train_rows[0]["dead_fraction"]) == 2
+    assert json.loads((workdir / "config.json").read_text()) == dataclasses.asdict(config)
+    assert json.loads((workdir / "summary.json").read_text()) == summary
+    assert summary["validation"]["cross_entropy"] < summary["validation"]["unigram_entropy"] + 1
+    assert (workdir / "activation_sparsity.png").read_bytes().startswith(b"\x89PNG")
+
+    events = EventAccumulator(str(workdir / "tensorboard")).Reload()
+    written = {e.step: e.value for e in events.Scalars("train/cross_entropy")}
+    assert written == pytest.approx({row["step"]: row["cross_entropy"] for row in train_rows})
+    assert "train/l0/layer_1" in events.Tags()["scalars"]
+    assert "validation/l0/mean" in events.Tags()["scalars"]
+
+
+def test_a_finished_run_trains_nothing(finished, capfd):
+    config, workdir, summary = finished
+    before = (workdir / "metrics.jsonl").stat().st_mtime_ns
+    assert train(config, workdir) == summary
+    assert "nothing left to train" in capfd.readouterr().err
+    assert (workdir / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("last_row", [2, 6, 10])
+def test_an_interrupted_run_continues_bit_for_bit(finished, tmp_path, monkeypatch, last_row):
+    config, workdir, _ = finished
+    write = MetricsWriter.write
+
+    def interrupt(self, step, kind, values):
+        write(self, step, kind, values)
+        if step == last_row:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MetricsWriter, "write", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, tmp_path)
+    train(config, tmp_path)
+    assert_same_run(config, workdir, tmp_path)
+
+
+def test_a_longer_run_continues_a_finished_one(finished, tmp_path):
+    config, _, _ = finished
+    first = dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=8))
+    assert train(first, tmp_path)["step"] == 8
+    assert train(config, tmp_path)["step"] == 12
+    steps = [row["step"] for row in read_metrics(tmp_path) if row["kind"] == "train"]
+    assert steps == [2, 4, 6, 8, 10, 12]
+
+
+def test_another_configuration_is_refused(finished):
+    config, workdir, _ = finished
+    changed = dataclasses.replace(
+        config,
+        l1=dataclasses.replace(config.l1, coefficient=5e-3),
+        log=dataclasses.replace(config.log, every_steps=3),
+    )
+    with pytest.raises(ConfigError) as error:
+        train(changed, workdir)
+    assert "--config.l1.coefficient: 0.001 in the checkpoint, 0.005 now" in str(error.value)
+    assert "log.every_steps:" not in str(error.value)
+
+
+def test_dense_baseline(data_path, tmp_path):
+    config = make_config(data_path)
+    config.model.ffn = "dense"
+    config.model.activation = "silu"
+    config.train.num_steps = 4
+    with pytest.raises(ValueError, match=r"--config\.l1\.coefficient: the dense layer has no"):
+        train(config, tmp_path)
+    config.l1.coefficient = 0.0
+    summary = train(config, tmp_path)
+    assert summary["validation"]["l0"] is None
+    assert np.isfinite(summary["validation"]["cross_entropy"])
+
+
+def test_a_non_finite_loss_stops_the_run(data_path, tmp_path):
+    config = make_config(data_path)
+    config.checkpoint.every_steps = 1
+    config.optimizer = dataclasses.replace(
+        config.optimizer, learning_rate=1e30, warmup_steps=0, clip_norm=0.0
+    )
+    with pytest.raises(NonFiniteError) as error:
+        train(config, tmp_path)
+    assert "step 2: loss" in str(error.value)
+    assert "L0 by layer: " in str(error.value)
+    assert f"Last good checkpoint: {tmp_path / 'checkpoints' / '1'}" in str(error.value)
+
+    config.train.on_nonfinite = "skip"
+    summary = train(config, tmp_path)
+    assert summary["step"] == 12
+    assert summary["num_skipped"] == 11
+
+
+def test_a_vocabulary_that_is_too_small_is_named(data_path, tmp_path):
+    config = make_config(data_path)
+    config.model.vocab_size = 100
+    with pytest.raises(ValueError, match=r"--config\.model\.vocab_size: 100 is less than the 259"):
+        train(config, tmp_path)
+
+
+def test_rows_past_the_resumed_step_are_dropped(tmp_path):
+    rows = [{"step": step, "kind": "train", "loss": float(step)} for step in (1, 2, 3)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 4, "ki')
+    writer = MetricsWriter(tmp_path, resumed_step=2)
+    writer.write(3, "train", {"loss": 9.0})
+    writer.close()
+    assert [row["loss"] for row in read_metrics(tmp_path)] == [1.0, 2.0, 9.0]
