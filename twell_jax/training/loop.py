@@ -18,6 +18,7 @@ from twell_jax.data.pipeline import training_dataset
 from twell_jax.data.preparation import PrepareOptions, prepare
 from twell_jax.data.stdlib import stdlib_files
 from twell_jax.data.tokenizer import load_tokenizer
+from twell_jax.environment import describe_environment
 from twell_jax.errors import ConfigError
 from twell_jax.flops import peak_flops, train_flops_per_token
 from twell_jax.generate import generate
@@ -237,7 +238,7 @@ class _Run:
             "validation": dataclasses.asdict(evaluation),
             "l1_coefficient": float(state.l1.coefficient),
             "speed": self._speed(),
-            "device": jax.devices()[0].device_kind,
+            "environment": describe_environment(),
         }
         path = self.workdir / report.SUMMARY_FILE
         path.write_text(json.dumps(summary, indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""Measurements; their rows are under benchmarks/results/."""

@@ -1,0 +1,36 @@
+"""Rows of results: one JSON object a line, appended, never edited."""
+
+import datetime
+import json
+import pathlib
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def append_row(name: str, environment: dict, config: dict, values: dict) -> pathlib.Path:
+    """Appends a row to benchmarks/results/NAME.jsonl and returns the file.
+
+    Args:
+      name: of the benchmark.
+      environment: of `twell_jax.environment.describe_environment`; its commit must be known.
+      config: what was measured.
+      values: what came out.
+
+    Raises:
+      ValueError: the commit is not known, or the measured files were not committed.
+    """
+    commit = environment.get("commit")
+    if not commit or commit.endswith("-modified"):
+        raise ValueError(f"a row needs the commit that was measured, this one has {commit!r}")
+    row = {
+        "name": name,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **{key: environment[key] for key in ("commit", "device", "driver", "versions")},
+        "config": config,
+        "values": values,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    return path
