@@ -13,7 +13,7 @@ from tests.training.helpers import VOCAB_SIZE, make_config
 from twell_jax.data.pipeline import evaluation_batches, training_dataset
 from twell_jax.training.config import OptimizerConfig
 from twell_jax.training.evaluate import evaluate
-from twell_jax.training.losses import token_losses
+from twell_jax.training.losses import linear_cross_entropy
 from twell_jax.training.optimizer import decay_mask, learning_rate_schedule, make_optimizer
 from twell_jax.training.state import initial_params, initial_state, model_graph
 from twell_jax.training.step import make_eval_step, make_train_step
@@ -96,11 +96,58 @@ def test_loss_is_cross_entropy_plus_penalties(data_path):
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
 
 
-def test_losses_ignore_what_is_masked():
-    logits = jnp.asarray([[[2.0, 0.0], [jnp.nan, jnp.inf]]], jnp.bfloat16)
-    sums = token_losses(logits, jnp.zeros((1, 2), jnp.int32), jnp.asarray([[True, False]]))
-    np.testing.assert_allclose(sums.cross_entropy, np.log1p(np.exp(-2.0)), rtol=1e-6)
-    assert np.isfinite(sums.squared_log_z)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("chunk_tokens", [1, 12, 1000])
+def test_linear_cross_entropy(dtype, z_loss, chunk_tokens):
+    """Against optax on whole logits, differentiated by JAX, in f32."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    features = jax.random.normal(keys[0], (3, 10, 16)).astype(dtype)
+    head = jax.random.normal(keys[1], (40, 16)).astype(dtype)
+    targets = jax.random.randint(keys[2], (3, 10), 0, 40)
+    mask = jax.random.bernoulli(keys[3], 0.7, (3, 10))
+
+    def chunked(features, head):
+        losses = linear_cross_entropy(
+            features, head, targets, mask, z_loss=z_loss, chunk_tokens=chunk_tokens
+        )
+        return 0.25 * losses.total, losses.cross_entropy
+
+    def whole(features, head):
+        logits = features @ head.T
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        penalty = z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+        return 0.25 * jnp.sum((losses + penalty)[mask]), jnp.sum(losses[mask])
+
+    (total, cross_entropy), gradients = jax.value_and_grad(chunked, (0, 1), has_aux=True)(
+        features, head
+    )
+    wide = (features.astype(jnp.float32), head.astype(jnp.float32))
+    (true_total, true_cross_entropy), truths = jax.value_and_grad(whole, (0, 1), has_aux=True)(
+        *wide
+    )
+    np.testing.assert_allclose(total, true_total, rtol=1e-6)
+    np.testing.assert_allclose(cross_entropy, true_cross_entropy, rtol=1e-6)
+    # Two roundings to the dtype, of the logits' gradient and of the result.
+    limit = 2 * float(jnp.finfo(dtype).eps)
+    for gradient, truth in zip(gradients, truths, strict=True):
+        assert gradient.dtype == dtype
+        error = np.linalg.norm(gradient.astype(jnp.float32) - truth) / np.linalg.norm(truth)
+        assert error <= limit
+
+
+def test_masked_targets_count_nothing():
+    features = jnp.asarray([[[2.0], [jnp.nan]]])
+    head = jnp.asarray([[1.0], [0.0]])
+    mask = jnp.asarray([[True, False]])
+
+    def total(features, head):
+        return linear_cross_entropy(features, head, jnp.zeros((1, 2), jnp.int32), mask).total
+
+    value, gradient = jax.value_and_grad(total)(features, head)
+    np.testing.assert_allclose(value, np.log1p(np.exp(-2.0)), rtol=1e-6)
+    assert np.isfinite(gradient[0, 0, 0])
+    assert gradient[0, 1, 0] == 0
 
 
 def test_penalty_makes_layers_sparse(data_path):

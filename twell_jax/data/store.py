@@ -7,6 +7,7 @@ division, and a window anywhere costs a read or two. Where documents begin is ke
 the tokens: the separator's id alone does not tell, since a text may spell it out.
 """
 
+import functools
 import json
 import pathlib
 
@@ -16,6 +17,10 @@ import numpy as np
 from array_record.python import array_record_module
 
 from twell_jax.errors import DataError
+
+# Records kept in memory by a stream, at most 256 MiB of 16-bit tokens: a record holds
+# several windows, which a shuffled epoch asks for at different times.
+_CACHED_RECORDS = 16384
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -115,6 +120,13 @@ class TokenStream:
                 f"{folder}: split {split!r} has {len(self._records)} records, its manifest says "
                 f"{info['records']}; prepare the data again"
             )
+        self._record = functools.lru_cache(maxsize=_CACHED_RECORDS)(self._read_record)
+
+    def _read_record(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of a record, and the offsets in it where documents start."""
+        record = msgpack.unpackb(self._records[number])
+        starts = np.frombuffer(record["starts"], "<u4").astype(np.int64)
+        return np.frombuffer(record["tokens"], self._dtype), starts
 
     def read(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens `[first, last)` as int32, and a bool array that marks document starts."""
@@ -122,12 +134,11 @@ class TokenStream:
         tokens = np.empty(last - first, np.int32)
         starts = np.zeros(last - first, bool)
         for number in numbers:
-            record = msgpack.unpackb(self._records[number])
+            here, begins = self._record(number)
             offset = number * self._record_tokens - first  # of the record in the result
-            here = np.frombuffer(record["tokens"], self._dtype)
             low, high = max(0, -offset), min(len(here), last - first - offset)
             tokens[offset + low : offset + high] = here[low:high]
-            begins = np.frombuffer(record["starts"], "<u4").astype(np.int64) + offset
+            begins = begins + offset
             starts[begins[(begins >= 0) & (begins < last - first)]] = True
         return tokens, starts
 

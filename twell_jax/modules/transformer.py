@@ -125,7 +125,9 @@ class Transformer(nnx.Module):
         apply = _apply_block
         if self.config.remat != "none":
             apply = nnx.remat(_apply_block, policy=REMAT_POLICIES[self.config.remat])
-        x = self.embedding(tokens)
+        # Looked up in the parameters' dtype: the gradient of a frequent token is the sum of
+        # thousands of rows, which bf16 would round away.
+        x = self.embedding.embedding[...][tokens].astype(self.config.dtype)
         stats = []
         for block in self.blocks:
             x, block_stats = apply(block, x, positions, mask, token_mask)
@@ -137,10 +139,14 @@ class Transformer(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """f32 logits of features `[..., hidden_size]`."""
-        head = self.embedding.embedding if self.head is None else self.head
         return jnp.einsum(
-            "...d,vd->...v", x, head[...].astype(x.dtype), preferred_element_type=jnp.float32
+            "...d,vd->...v", x, self.head_weights(), preferred_element_type=jnp.float32
         )
+
+    def head_weights(self) -> jax.Array:
+        """`[vocab_size, hidden_size]` in the computation's dtype: `logits = features head'`."""
+        head = self.embedding.embedding if self.head is None else self.head
+        return head[...].astype(self.config.dtype)
 
 
 def _apply_block(block, x, positions, mask, token_mask):

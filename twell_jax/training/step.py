@@ -10,7 +10,7 @@ from flax import nnx
 from pallas_kernels import FfnStats
 from twell_jax.training.config import Config
 from twell_jax.training.l1_penalty import effective_coefficient, update_l1_state
-from twell_jax.training.losses import token_losses
+from twell_jax.training.losses import linear_cross_entropy
 from twell_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from twell_jax.training.state import TrainState, model_graph
 
@@ -39,13 +39,10 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
     num_micro_batches = config.train.num_micro_batches
 
     def loss_of_micro_batch(params, batch, coefficient, num_targets, num_tokens):
-        logits, aux = nnx.merge(graph, params)(
-            batch["inputs"], batch["segment_ids"], batch["positions"]
-        )
-        sums = token_losses(logits, batch["targets"], batch["loss_mask"])
+        losses, aux = _token_losses(nnx.merge(graph, params), batch, config.train.z_loss)
         scale = 1.0 / jnp.maximum(num_targets, 1)
-        cross_entropy = sums.cross_entropy * scale
-        loss = cross_entropy + config.train.z_loss * sums.squared_log_z * scale
+        loss = losses.total * scale
+        cross_entropy = losses.cross_entropy * scale
         stats = aux.ffn_stats
         if stats is not None:
             weight = stats.num_tokens / jnp.maximum(num_tokens, 1)
@@ -128,6 +125,14 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
     return train_step
 
 
+def _token_losses(model, batch: Batch, z_loss: float = 0.0):
+    features, aux = model.features(batch["inputs"], batch["segment_ids"], batch["positions"])
+    losses = linear_cross_entropy(
+        features, model.head_weights(), batch["targets"], batch["loss_mask"], z_loss=z_loss
+    )
+    return losses, aux
+
+
 def _updated_l1(config, state: TrainState, stats: FfnStats | None):
     if stats is None:
         return state.l1
@@ -149,13 +154,9 @@ def make_eval_step(config: Config) -> Callable[[dict, Batch], dict[str, jax.Arra
     graph = model_graph(config.model)
 
     def eval_step(params, batch):
-        logits, aux = nnx.merge(graph, params)(
-            batch["inputs"], batch["segment_ids"], batch["positions"]
-        )
+        losses, aux = _token_losses(nnx.merge(graph, params), batch)
         sums = {
-            "cross_entropy": token_losses(
-                logits, batch["targets"], batch["loss_mask"]
-            ).cross_entropy,
+            "cross_entropy": losses.cross_entropy,
             "num_targets": jnp.sum(batch["loss_mask"]),
             "num_tokens": jnp.sum(batch["segment_ids"] != 0),
         }
