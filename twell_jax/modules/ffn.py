@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels import FfnStats, sparse_ffn
+from pallas_kernels import FfnStats
 from twell_jax.modules.config import ACTIVATIONS, check_choice
 from twell_jax.modules.initializers import linear_init, row_init
+from twell_jax.modules.sharded_ffn import sharded_sparse_ffn
 
 
 def _create_weights(
@@ -65,11 +66,8 @@ class SparseFFN(nnx.Module):
         Returns:
           `y`, `[..., hidden_size]` in `dtype`, and the statistics of this layer.
         """
-        return sparse_ffn(
-            x.astype(self.dtype),
-            *_cast_weights(self),
-            token_mask=token_mask,
-            backend=self.backend,
+        return sharded_sparse_ffn(
+            x.astype(self.dtype), *_cast_weights(self), token_mask, backend=self.backend
         )
 
 

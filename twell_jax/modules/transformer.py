@@ -14,6 +14,7 @@ from twell_jax.modules.ffn import DenseFFN, SparseFFN
 from twell_jax.modules.initializers import residual_init, row_init
 from twell_jax.modules.norm import RMSNorm
 from twell_jax.modules.rope import positions_in_segments
+from twell_jax.sharding import constrain_tokens, gather
 
 
 class TransformerAux(NamedTuple):
@@ -56,9 +57,9 @@ class Block(nnx.Module):
 
     def __call__(self, x, positions, mask, token_mask) -> tuple[jax.Array, FfnStats | None]:
         """`[batch, length, hidden_size]` to the same, and the statistics of its layer."""
-        x = x + self.attention(self.attention_norm(x), positions, mask)
+        x = constrain_tokens(x + self.attention(self.attention_norm(x), positions, mask))
         y, stats = self.ffn(self.ffn_norm(x), token_mask)
-        return x + y, stats
+        return constrain_tokens(x + y), stats
 
 
 class Transformer(nnx.Module):
@@ -127,7 +128,9 @@ class Transformer(nnx.Module):
             apply = nnx.remat(_apply_block, policy=REMAT_POLICIES[self.config.remat])
         # Looked up in the parameters' dtype: the gradient of a frequent token is the sum of
         # thousands of rows, which bf16 would round away.
-        x = self.embedding.embedding[...][tokens].astype(self.config.dtype)
+        # Over a mesh the table is gathered, as a lookup in a split one moves activations.
+        x = gather(self.embedding.embedding[...])[tokens].astype(self.config.dtype)
+        x = constrain_tokens(x)
         stats = []
         for block in self.blocks:
             x, block_stats = apply(block, x, positions, mask, token_mask)

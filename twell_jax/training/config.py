@@ -4,6 +4,7 @@ import dataclasses
 
 from twell_jax.errors import ConfigError
 from twell_jax.modules.config import TransformerConfig, check_at_least, check_choice
+from twell_jax.sharding import MESH_AXES
 
 STDLIB = "stdlib"
 ON_NONFINITE = ("stop", "skip")
@@ -41,6 +42,30 @@ class DataConfig:
         check_at_least(f"{prefix}sequence_length", self.sequence_length, 2)
         check_at_least(f"{prefix}stdlib_vocab_size", self.stdlib_vocab_size, 257)
         check_at_least(f"{prefix}stdlib_max_bytes", self.stdlib_max_bytes, 0)
+
+
+@dataclasses.dataclass
+class MeshConfig:
+    """Devices along each axis of the mesh; see `twell_jax.sharding`. One may be -1: the rest.
+
+    Attributes:
+      data: copies of the weights, each with its share of a batch.
+      fsdp: parts that weights and optimizer state are cut into, each with its share of a batch.
+      tensor: parts that hidden neurons, heads and vocabulary are cut into.
+    """
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def validate(self, prefix: str) -> None:
+        """Raises ConfigError naming the first wrong field."""
+        shape = (self.data, self.fsdp, self.tensor)
+        for name, size in zip(MESH_AXES, shape, strict=True):
+            if size != -1:
+                check_at_least(f"{prefix}{name}", size, 1)
+        if shape.count(-1) > 1:
+            raise ConfigError(f"{prefix}*: only one axis may be -1, got {shape}")
 
 
 @dataclasses.dataclass
@@ -209,6 +234,7 @@ class Config:
 
     model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     l1: L1Config = dataclasses.field(default_factory=L1Config)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)

@@ -62,9 +62,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
 
         if num_micro_batches == 1:
             return of_micro_batch(batch)
-        micro_batches = jax.tree.map(
-            lambda array: array.reshape(num_micro_batches, -1, *array.shape[1:]), batch
-        )
+        micro_batches = jax.tree.map(_split_into_micro_batches, batch)
         # All parts are weighted by their share of the whole, so they add up.
         first = jax.tree.map(lambda array: array[0], micro_batches)
         zeros = jax.tree.map(
@@ -75,6 +73,11 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
             return jax.tree.map(jnp.add, total, of_micro_batch(micro_batch)), None
 
         return jax.lax.scan(add, zeros, micro_batches)[0]
+
+    def _split_into_micro_batches(array):
+        # Every num_micro_batches-th example: each device keeps its own ones.
+        split = array.reshape(-1, num_micro_batches, *array.shape[1:])
+        return jnp.moveaxis(split, 1, 0)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         coefficient = effective_coefficient(config.l1, state.l1, state.step)

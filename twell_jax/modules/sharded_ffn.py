@@ -1,0 +1,64 @@
+"""The sparse feed-forward layer over a mesh: each device sees its tokens and its neurons."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import FfnStats, sparse_ffn
+from twell_jax.sharding import TENSOR, TOKEN_AXES, active_axes, dividing_axes
+
+
+def sharded_sparse_ffn(
+    x, w_gate, w_up, w_down, token_mask, *, backend: str
+) -> tuple[jax.Array, FfnStats]:
+    """`pallas_kernels.sparse_ffn` under `jax.shard_map`, if a mesh is in use.
+
+    Tokens are split along the first axis of x over the token axes of the mesh, neurons
+    over its tensor axis; weights are gathered over fsdp, `y` is summed over tensor.
+    Statistics are those of all devices, weighted by tokens. A backend sees local shapes
+    only. Without a mesh (`jax.set_mesh`) this is the plain call.
+    """
+    # A single token, or a batch that does not divide, is computed on every device.
+    token_axes = dividing_axes(TOKEN_AXES, x.shape[0]) if x.ndim > 1 else ()
+    neuron_axes = active_axes((TENSOR,))
+    if not token_axes and not neuron_axes:
+        return sparse_ffn(x, w_gate, w_up, w_down, token_mask=token_mask, backend=backend)
+    if token_mask is None:
+        token_mask = jnp.ones(x.shape[:-1], bool)
+    tokens, neurons = P(token_axes or None), P(neuron_axes or None)
+    return jax.shard_map(
+        functools.partial(
+            _local_ffn, token_axes=token_axes, neuron_axes=neuron_axes, backend=backend
+        ),
+        in_specs=(tokens, neurons, neurons, neurons, tokens),
+        out_specs=(tokens, FfnStats(l1=P(), l0=P(), fired=neurons, num_tokens=P())),
+    )(x, w_gate, w_up, w_down, token_mask)
+
+
+def _local_ffn(x, w_gate, w_up, w_down, token_mask, *, token_axes, neuron_axes, backend):
+    # What one device computes depends on its tokens and its neurons. Saying so makes the
+    # transpose sum weight gradients over token axes, and dx over neuron axes.
+    def varying(array, axes):
+        return array if array is None or not axes else jax.lax.pcast(array, axes, to="varying")
+
+    # Counted before the mask is marked as varying: all neuron shards count the same tokens.
+    num_tokens = jax.lax.psum(jnp.sum(token_mask, dtype=jnp.int32), token_axes)
+    factor = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
+
+    w_gate, w_up, w_down = (varying(w, token_axes) for w in (w_gate, w_up, w_down))
+    x, token_mask = varying(x, neuron_axes), varying(token_mask, neuron_axes)
+    y, stats = sparse_ffn(x, w_gate, w_up, w_down, token_mask=token_mask, backend=backend)
+
+    def global_mean(mean):
+        local_sum = mean * stats.num_tokens.astype(jnp.float32)
+        return jax.lax.psum(local_sum, token_axes + neuron_axes) * factor
+
+    global_stats = FfnStats(
+        l1=global_mean(stats.l1),
+        l0=global_mean(stats.l0),
+        fired=jax.lax.psum(stats.fired, token_axes),
+        num_tokens=num_tokens,
+    )
+    return jax.lax.psum(y, neuron_axes), global_stats

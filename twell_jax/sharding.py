@@ -1,0 +1,124 @@
+r"""How arrays are laid out over devices: the one table of rules, and what follows from it.
+
+  python -m twell_jax.sharding --config=configs/paper_2b.py --num_devices=8 \
+      --config.mesh.fsdp=4 --config.mesh.tensor=2
+
+prints the layout of every parameter, without any device.
+
+Axes of the mesh: examples of a batch are split over `data` and `fsdp` together, the
+weights over `fsdp` (and gathered where they are used), hidden neurons, heads and the
+vocabulary over `tensor`.
+"""
+
+import math
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+DATA, FSDP, TENSOR = MESH_AXES = ("data", "fsdp", "tensor")
+
+# Tokens are split over both; every device has its own.
+TOKEN_AXES = (DATA, FSDP)
+
+# Logical axis of an array -> axis of the mesh.
+RULES = {
+    "batch": TOKEN_AXES,
+    "embed": FSDP,
+    "neurons": TENSOR,
+    "heads": TENSOR,
+    "vocab": TENSOR,
+    None: None,
+}
+
+# Logical axes of the arrays of the train state, by the last parts of their path.
+# Anything else (norms, scalars) is on every device.
+_LOGICAL_AXES = {
+    ("embedding", "embedding"): ("vocab", "embed"),
+    ("head",): ("vocab", "embed"),
+    ("query", "kernel"): ("embed", "heads"),
+    ("key", "kernel"): ("embed", "heads"),
+    ("value", "kernel"): ("embed", "heads"),
+    ("query", "bias"): ("heads",),
+    ("key", "bias"): ("heads",),
+    ("value", "bias"): ("heads",),
+    ("out", "kernel"): ("heads", "embed"),
+    ("w_gate",): ("neurons", "embed"),
+    ("w_up",): ("neurons", "embed"),
+    ("w_down",): ("neurons", "embed"),
+    ("steps_since_fired",): (None, "neurons"),
+}
+
+
+def logical_axes(path) -> tuple[str | None, ...]:
+    """Logical axes of the leaf at `path` (as of `jax.tree_util`); () if it is not split."""
+    names = tuple(str(getattr(key, "key", getattr(key, "name", None))) for key in path)
+    for length in (2, 1):
+        if (axes := _LOGICAL_AXES.get(names[-length:])) is not None:
+            return axes
+    return ()
+
+
+def make_mesh(
+    shape: tuple[int, int, int], *, abstract_devices: int | None = None
+) -> Mesh | AbstractMesh:
+    """The mesh of `(data, fsdp, tensor)` over all devices.
+
+    Args:
+      shape: sizes of the axes; at most one may be -1, which fills what is left.
+      abstract_devices: makes an abstract mesh of so many devices instead.
+
+    Raises:
+      ValueError: the sizes do not multiply to the number of devices.
+    """
+    num_devices = abstract_devices or jax.device_count()
+    fixed = math.prod(size for size in shape if size != -1)
+    filled = tuple(num_devices // fixed if size == -1 else size for size in shape)
+    if math.prod(filled) != num_devices:
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(MESH_AXES, shape, strict=True))
+        raise ValueError(f"mesh: {sizes} does not make {num_devices} devices")
+    types = (AxisType.Auto,) * len(MESH_AXES)
+    if abstract_devices is not None:
+        return AbstractMesh(filled, MESH_AXES, axis_types=types)
+    return jax.make_mesh(filled, MESH_AXES, axis_types=types)
+
+
+def partition_spec(axes: tuple[str | None, ...]) -> P:
+    """Where the rules put an array with these logical axes."""
+    return P(*(RULES[axis] for axis in axes))
+
+
+def shardings(mesh: Mesh, tree):
+    """`NamedSharding` of every leaf of a train state, or a part of it."""
+    return jax.tree.map_with_path(
+        lambda path, leaf: NamedSharding(mesh, partition_spec(logical_axes(path))), tree
+    )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of the arrays of a batch, `[batch, length]`."""
+    return NamedSharding(mesh, partition_spec(("batch",)))
+
+
+def active_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `axes` that the mesh in use (`jax.set_mesh`) has."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in axes if axis in mesh.axis_names)
+
+
+def constrain_tokens(x: jax.Array) -> jax.Array:
+    """Keeps the first axis of `x` split over the token axes of the mesh in use, if there is one."""
+    axes = dividing_axes(TOKEN_AXES, x.shape[0])
+    return jax.lax.with_sharding_constraint(x, P(axes)) if axes else x
+
+
+def gather(x: jax.Array) -> jax.Array:
+    """All of `x` on every device of the mesh in use, if there is one."""
+    return jax.lax.with_sharding_constraint(x, P()) if active_axes(MESH_AXES) else x
+
+
+def dividing_axes(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """The active ones of `axes`, if together they divide `size`; else none."""
+    axes = active_axes(axes)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return axes if axes and size % math.prod(sizes[axis] for axis in axes) == 0 else ()
