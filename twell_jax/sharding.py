@@ -101,9 +101,9 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def active_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of `axes` that the mesh in use (`jax.set_mesh`) has."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(axis for axis in axes if axis in mesh.axis_names)
+    """Those of `axes` along which the mesh in use (`jax.set_mesh`) has several devices."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
 
 
 def constrain_tokens(x: jax.Array) -> jax.Array:

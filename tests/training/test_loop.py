@@ -28,9 +28,7 @@ def finished(data_path, tmp_path_factory):
 
 def final_state(config, workdir):
     checkpointer = Checkpointer(pathlib.Path(workdir) / "checkpoints", config.checkpoint)
-    state, data_state = checkpointer.restore(
-        checkpointer.latest_step(), abstract_state(config), config
-    )
+    state, data_state, _ = checkpointer.restore_latest(abstract_state(config), config)
     checkpointer.close()
     return state, data_state
 

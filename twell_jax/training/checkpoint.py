@@ -1,17 +1,46 @@
-"""Checkpoints: the whole state, the position in the data, and the configuration."""
+"""Checkpoints: the whole state, the position in the data, and the configuration.
+
+Orbax writes a checkpoint in the background and renames it into place when it is complete,
+so that a half-written one is never seen. When it is in place it is sealed with the
+checksums of its files; one that does not match its seal, or cannot be read, is damaged:
+it is moved aside and the one before is used.
+"""
 
 import dataclasses
+import json
+import os
 import pathlib
+import threading
+import zlib
 
+import jax
 import orbax.checkpoint as ocp
+from absl import logging
 
-from twell_jax.errors import ConfigError
+from twell_jax.errors import ConfigError, UserError
 from twell_jax.training.config import CheckpointConfig, Config
 from twell_jax.training.state import TrainState
 
 # Fields that a resumed run may change: they do not alter the training so far. (A new
 # number of steps bends the rest of the learning-rate schedule.)
-MAY_CHANGE = ("log.", "checkpoint.", "train.num_steps", "train.on_nonfinite")
+MAY_CHANGE = (
+    "log.",
+    "checkpoint.",
+    "mesh.",
+    "model.attention",
+    "model.ffn_backend",
+    "model.remat",
+    "train.micro_batch_size",
+    "train.num_steps",
+    "train.on_nonfinite",
+)
+
+_SEAL = "checksums.json"
+_DAMAGED = "damaged"
+
+
+class CheckpointError(UserError):
+    """There are checkpoints, and none of them can be read."""
 
 
 class Checkpointer:
@@ -20,9 +49,14 @@ class Checkpointer:
     def __init__(self, folder: pathlib.Path, config: CheckpointConfig):
         """Creates `folder` if it does not exist."""
         self.folder = folder.resolve()
-        self._manager = ocp.CheckpointManager(
+        self._keep = config.keep
+        self._manager = self._new_manager()
+        self._sealing: threading.Thread | None = None
+
+    def _new_manager(self) -> ocp.CheckpointManager:
+        return ocp.CheckpointManager(
             self.folder,
-            options=ocp.CheckpointManagerOptions(max_to_keep=config.keep),
+            options=ocp.CheckpointManagerOptions(max_to_keep=self._keep),
             item_names=("state", "data", "config"),
         )
 
@@ -38,6 +72,7 @@ class Checkpointer:
         """Saves, unless this step is saved already; returns when the arrays are copied."""
         if step in self._manager.all_steps():
             return
+        self._join_sealing()
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -46,13 +81,43 @@ class Checkpointer:
                 config=ocp.args.JsonSave(dataclasses.asdict(config)),
             ),
         )
+        if jax.process_index() == 0:
+            self._sealing = threading.Thread(target=self._seal, args=(step,))
+            self._sealing.start()
 
-    def restore(self, step: int, abstract: TrainState, config: Config) -> tuple[TrainState, dict]:
-        """(state, data position) of `step`.
+    def restore_latest(
+        self, abstract: TrainState, config: Config
+    ) -> tuple[TrainState, dict, int] | None:
+        """(state, data position, step) of the newest checkpoint that is whole; None without any.
+
+        Args:
+          abstract: shapes, dtypes and shardings of the state.
+          config: of the run that wants to go on.
 
         Raises:
           ConfigError: the checkpoint was made by a run that `config` does not continue.
+          CheckpointError: all checkpoints are damaged.
         """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        for step in steps:
+            try:
+                self._check_seal(step)
+                state, data_state = self._restore(step, abstract, config)
+            except ConfigError:
+                raise
+            except Exception as error:  # Orbax and TensorStore raise many kinds
+                logging.warning("checkpoint %s is damaged: %s", self.path(step), error)
+                continue
+            self._move_aside([damaged for damaged in steps if damaged > step])
+            return state, data_state, step
+        if steps:
+            raise CheckpointError(
+                f"none of the checkpoints {steps} in {self.folder} can be read; the warnings "
+                "above say why. Use another --workdir to start anew"
+            )
+        return None
+
+    def _restore(self, step, abstract, config) -> tuple[TrainState, dict]:
         saved = self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
         check_same_config(saved["config"], config)
         restored = self._manager.restore(
@@ -64,12 +129,62 @@ class Checkpointer:
         return TrainState(**restored["state"]), restored["data"]
 
     def wait(self) -> None:
-        """Returns when every save is on disk."""
+        """Returns when every save is on disk; raises what went wrong with one."""
         self._manager.wait_until_finished()
+        self._join_sealing()
 
     def close(self) -> None:
         """Waits, and frees the manager's threads."""
         self._manager.close()
+        self._join_sealing()
+
+    def _join_sealing(self) -> None:
+        if self._sealing is not None:
+            self._sealing.join()
+            self._sealing = None
+
+    def _seal(self, step: int) -> None:
+        try:
+            self._manager.wait_until_finished()
+            folder = self.path(step)
+            partial = folder / f"{_SEAL}.partial"
+            partial.write_text(json.dumps(_checksums(folder)))
+            os.replace(partial, folder / _SEAL)
+        except Exception as error:  # the save itself failed, or its folder is gone: see `wait`
+            logging.warning("checkpoint of step %d could not be sealed: %s", step, error)
+
+    def _check_seal(self, step: int) -> None:
+        """Raises CheckpointError if files differ from the seal. Without one, Orbax is trusted:
+        the process ended between the checkpoint and its seal."""
+        seal = self.path(step) / _SEAL
+        if seal.is_file() and json.loads(seal.read_text()) != _checksums(self.path(step)):
+            raise CheckpointError("its files do not match their checksums")
+
+    def _move_aside(self, steps: list[int]) -> None:
+        """Frees the names of damaged checkpoints, and keeps what is in them."""
+        if not steps:
+            return
+        if jax.process_index() == 0:
+            for step in steps:
+                target = self.folder.with_name(f"{self.folder.name}-{_DAMAGED}")
+                target.mkdir(exist_ok=True)
+                number = sum(1 for _ in target.iterdir())
+                self.path(step).rename(target / f"{step}-{number}")
+        self._manager.close()
+        self._manager = self._new_manager()
+
+
+def _checksums(folder: pathlib.Path) -> dict[str, int]:
+    """CRC-32 by name of every file below a folder but its seal."""
+    sums = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.name.startswith(_SEAL):
+            value = 0
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 22):
+                    value = zlib.crc32(chunk, value)
+            sums[str(path.relative_to(folder))] = value
+    return sums
 
 
 def _as_dict(state: TrainState) -> dict:

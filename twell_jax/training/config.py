@@ -4,7 +4,7 @@ import dataclasses
 
 from twell_jax.errors import ConfigError
 from twell_jax.modules.config import TransformerConfig, check_at_least, check_choice
-from twell_jax.sharding import MESH_AXES
+from twell_jax.sharding import DATA, FSDP, MESH_AXES, TENSOR
 
 STDLIB = "stdlib"
 ON_NONFINITE = ("stop", "skip")
@@ -153,6 +153,8 @@ class TrainConfig:
       on_nonfinite: what a step with a NaN or inf in its loss or gradient does, after its
         update was discarded: "stop" the run, or "skip" the step and go on.
       dead_after_steps: a neuron that has not fired for so many steps counts as dead.
+      revive_every_steps: steps between revivals of dead neurons, see
+        `twell_jax.training.revive`; 0 revives none.
     """
 
     num_steps: int = 1000
@@ -162,6 +164,7 @@ class TrainConfig:
     z_loss: float = 0.0
     on_nonfinite: str = "stop"
     dead_after_steps: int = 100
+    revive_every_steps: int = 0
 
     def validate(self, prefix: str) -> None:
         """Raises ConfigError naming the first wrong field."""
@@ -176,6 +179,7 @@ class TrainConfig:
         check_at_least(f"{prefix}z_loss", self.z_loss, 0)
         check_choice(f"{prefix}on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         check_at_least(f"{prefix}dead_after_steps", self.dead_after_steps, 1)
+        check_at_least(f"{prefix}revive_every_steps", self.revive_every_steps, 0)
 
     @property
     def num_micro_batches(self) -> int:
@@ -255,8 +259,31 @@ class Config:
                 "--config.l1.coefficient: the dense layer has no activation statistics; set "
                 "l1.coefficient and l1.target_l0 to 0, or model.ffn to sparse"
             )
+        if self.model.ffn == "dense" and self.train.revive_every_steps:
+            raise ConfigError(
+                "--config.train.revive_every_steps: dense layers do not know dead neurons; set "
+                "it to 0, or model.ffn to sparse"
+            )
         if self.l1.target_l0 >= self.model.intermediate_size:
             raise ConfigError(
                 "--config.l1.target_l0: must be less than model.intermediate_size = "
                 f"{self.model.intermediate_size}, got {self.l1.target_l0}"
             )
+
+    def check_divides(self, mesh_shape: dict[str, int]) -> None:
+        """Raises ConfigError if something does not divide over a mesh, with the numbers."""
+        batch_devices = mesh_shape[DATA] * mesh_shape[FSDP]
+        kv_heads = self.model.resolved_num_kv_heads
+        for field, size, axes, devices in (
+            ("train.batch_size", self.train.batch_size, "data * fsdp", batch_devices),
+            ("train.micro_batch_size", self.train.micro_batch_size, "data * fsdp", batch_devices),
+            ("model.hidden_size", self.model.hidden_size, FSDP, mesh_shape[FSDP]),
+            ("model.intermediate_size", self.model.intermediate_size, TENSOR, mesh_shape[TENSOR]),
+            ("model.num_kv_heads", kv_heads, TENSOR, mesh_shape[TENSOR]),
+            ("model.vocab_size", self.model.vocab_size, TENSOR, mesh_shape[TENSOR]),
+        ):
+            if size % devices:
+                raise ConfigError(
+                    f"--config.{field}: {size} does not divide over the {devices} devices of "
+                    f"{axes} in the mesh {dict(mesh_shape)}"
+                )

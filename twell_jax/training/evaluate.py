@@ -32,8 +32,14 @@ class Evaluation:
     silent_fraction: list[float] | None
 
 
-def evaluate(config: Config, data_path: str, eval_step, params) -> Evaluation:
-    """Runs `eval_step` (jitted, from `make_eval_step`) over the validation split."""
+def evaluate(
+    config: Config, data_path: str, eval_step, params, sharding: jax.sharding.Sharding | None = None
+) -> Evaluation:
+    """Runs `eval_step` (jitted, from `make_eval_step`) over the validation split.
+
+    With several processes each reads the whole split and uses its part of every batch,
+    which `sharding` names.
+    """
     batch_size = config.train.micro_batch_size or config.train.batch_size
     batches = evaluation_batches(
         data_path, sequence_length=config.data.sequence_length, batch_size=batch_size
@@ -45,6 +51,8 @@ def evaluate(config: Config, data_path: str, eval_step, params) -> Evaluation:
             target_counts += np.bincount(
                 batch["targets"][batch["loss_mask"]], minlength=config.model.vocab_size
             )
+            if sharding is not None:
+                batch = {name: _to_devices(array, sharding) for name, array in batch.items()}
             # Sums go on in f64 and int64 on the host: a long split overflows less.
             sums = jax.tree.map(_wide, jax.device_get(eval_step(params, batch)))
             totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
@@ -60,6 +68,10 @@ def evaluate(config: Config, data_path: str, eval_step, params) -> Evaluation:
         l0=(totals["l0"] / num_tokens).tolist() if sparse else None,
         silent_fraction=np.mean(totals["fired"] == 0, axis=-1).tolist() if sparse else None,
     )
+
+
+def _to_devices(array, sharding):
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def _wide(array):

@@ -18,8 +18,14 @@ class MetricsWriter:
     A row is `{"step", "kind": "train" or "validation", metric: number or list by layer}`.
     """
 
-    def __init__(self, workdir: pathlib.Path, resumed_step: int):
-        """Drops the rows of steps after `resumed_step`: those steps are taken again."""
+    def __init__(self, workdir: pathlib.Path, resumed_step: int, writes: bool = True):
+        """Drops the rows of steps after `resumed_step`: those steps are taken again.
+
+        With `writes=False`, for all processes but one, nothing is ever written.
+        """
+        self._writes = writes
+        if not writes:
+            return
         self._path = workdir / METRICS_FILE
         rows = [row for row in read_metrics(workdir) if row["step"] <= resumed_step]
         partial = self._path.with_suffix(".partial")
@@ -33,6 +39,8 @@ class MetricsWriter:
 
     def write(self, step: int, kind: str, values: dict) -> None:
         """Writes one row; values are floats or lists of floats by layer."""
+        if not self._writes:
+            return
         self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
         summary = summary_pb2.Summary()
         for name, value in values.items():
@@ -49,6 +57,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flushes and closes both files."""
+        if not self._writes:
+            return
         self._file.close()
         self._events.close()
 

@@ -19,7 +19,8 @@ def print_evaluation(evaluation: Evaluation, intermediate_size: int) -> None:
     console.print(
         f"validation cross-entropy {evaluation.cross_entropy:.4f} nats over "
         f"{evaluation.num_targets:,} tokens; their unigram entropy is "
-        f"{evaluation.unigram_entropy:.4f}"
+        f"{evaluation.unigram_entropy:.4f}",
+        soft_wrap=True,
     )
     if evaluation.l0 is None:
         return
@@ -31,6 +32,13 @@ def print_evaluation(evaluation: Evaluation, intermediate_size: int) -> None:
     ):
         table.add_row(str(layer), f"{l0:.1f}", f"{l0 / intermediate_size:.2%}", f"{silent:.1%}")
     console.print(table)
+
+
+def print_outputs(workdir: pathlib.Path) -> None:
+    """Where the run left what."""
+    console.print("outputs:")
+    for entry in sorted(workdir.iterdir()):
+        console.print(f"  {entry}{'/' if entry.is_dir() else ''}", markup=False, soft_wrap=True)
 
 
 def plot_sparsity(workdir: pathlib.Path, intermediate_size: int) -> pathlib.Path | None:

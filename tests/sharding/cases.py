@@ -1,0 +1,236 @@
+"""Checks that need eight devices; `test_sharding` runs each in a process of its own.
+
+python -m tests.sharding.cases NAME FOLDER
+"""
+
+import collections
+import dataclasses
+import os
+import pathlib
+import re
+import sys
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import numpy as np
+import pytest
+
+from tests.training.helpers import make_config, write_data
+from twell_jax.errors import ConfigError
+from twell_jax.sharding import batch_sharding, shardings
+from twell_jax.training.loop import train
+from twell_jax.training.metrics import read_metrics
+from twell_jax.training.revive import revive_dead_neurons
+from twell_jax.training.state import abstract_state, initial_state
+from twell_jax.training.step import make_train_step
+
+# (data, fsdp, tensor), as the issue of every user starts: pure, then mixed.
+MESHES = ((8, 1, 1), (1, 8, 1), (2, 4, 1), (4, 1, 2), (2, 2, 2), (1, 1, 4))
+
+
+def sharded_config(data_path="nowhere"):
+    """A model whose axes divide over every mesh."""
+    config = make_config(data_path)
+    config.model.vocab_size = 264
+    config.model.num_heads = 4
+    config.train.batch_size = 16
+    config.train.z_loss = 1e-3
+    return config
+
+
+def make_batch():
+    """16 examples of 16 tokens with padding of very different length."""
+    rng = np.random.default_rng(0)
+    shape = (16, 16)
+    real = np.arange(16) < rng.integers(1, 17, (16, 1))
+    return {
+        "inputs": np.where(real, rng.integers(0, 259, shape), 0).astype(np.int32),
+        "targets": np.where(real, rng.integers(0, 259, shape), 0).astype(np.int32),
+        "segment_ids": real.astype(np.int32),
+        "positions": np.where(real, np.arange(16), 0).astype(np.int32),
+        "loss_mask": real,
+    }
+
+
+def on_mesh(shape, config, function):
+    """(fresh state, result of `function(state, batch)`, HLO) on a mesh of the first devices."""
+    devices = jax.devices()[: int(np.prod(shape))]
+    mesh = jax.sharding.Mesh(
+        np.asarray(devices).reshape(shape),
+        ("data", "fsdp", "tensor"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 3,
+    )
+    with jax.set_mesh(mesh):
+        layout = shardings(mesh, abstract_state(config))
+        state = jax.jit(lambda: initial_state(config), out_shardings=layout)()
+        batch = jax.device_put(make_batch(), batch_sharding(mesh))
+        jitted = jax.jit(function, out_shardings=(layout, None))
+        compiled = jitted.lower(state, batch).compile()
+        return state, compiled(state, batch), compiled.as_text()
+
+
+def relative_difference(a, b):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)
+
+
+def assert_same_tree(actual, expected, limit):
+    def check(path, a, b):
+        assert relative_difference(a, b) <= limit, jax.tree_util.keystr(path)
+
+    jax.tree.map_with_path(check, actual, expected)
+
+
+def initial_parameters_are_bit_equal(_):
+    config = sharded_config()
+    expected = jax.jit(lambda: initial_state(config))()
+    for shape in (*MESHES, (1, 1, 1), (2, 1, 1), (1, 2, 1), (4, 1, 1)):
+        state, _, _ = on_mesh(shape, config, lambda state, batch: (state, 0))
+        jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+
+def a_train_step_is_the_same_on_every_mesh(_):
+    for gated, micro_batch_size in ((True, 0), (True, 8), (False, 0)):
+        config = sharded_config()
+        config.model.gated = gated
+        config.train.micro_batch_size = micro_batch_size
+        # Adam divides by the gradient's size: without this, updates of weights whose
+        # gradient is rounding noise would be noise as large as any other.
+        config.optimizer.eps = 1e-4
+        step = make_train_step(config)
+        expected_state, expected = jax.jit(step)(initial_state(config), make_batch())
+        for shape in MESHES:
+            _, (state, metrics), _ = on_mesh(shape, config, step)
+            for name, value in expected.items():
+                np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
+            assert_same_tree(state.params, expected_state.params, 1e-5)
+            assert_same_tree(state.opt_state[1].mu, expected_state.opt_state[1].mu, 1e-5)
+            np.testing.assert_array_equal(state.steps_since_fired, expected_state.steps_since_fired)
+
+
+def collectives_are_the_expected_ones(_):
+    config = sharded_config()
+    weight_shapes = set()
+    for leaf in jax.tree.leaves(abstract_state(config).params):
+        weight_shapes |= {tuple(sorted(leaf.shape))}
+    pattern = re.compile(r"= \(?\w+\[([\d,]*)\]\S* (all-gather|all-to-all|reduce-scatter)")
+    for shape in MESHES:
+        _, _, hlo = on_mesh(shape, config, make_train_step(config))
+        kinds = collections.Counter(
+            re.findall(r" (all-gather|all-reduce|all-to-all|reduce-scatter)(?:-start)?\(", hlo)
+        )
+        assert kinds["all-reduce"] > 0
+        assert kinds["all-to-all"] == 0
+        # Weights are gathered over fsdp; the embedding table, for its lookup, over all axes.
+        num_matrices = 2 * 7 + 1
+        if shape[1] > 1:
+            assert num_matrices <= kinds["all-gather"] <= num_matrices + 4, kinds
+        else:
+            assert kinds["all-gather"] <= 2, kinds
+        # Nothing with both a batch and a length axis is gathered: gathers are of matrices.
+        for sizes, kind in pattern.findall(hlo):
+            if kind == "all-gather":
+                assert len(sizes.split(",")) == 2, f"{shape}: {kind} of [{sizes}]"
+
+
+def reviving_is_the_same_on_every_mesh(_):
+    config = sharded_config()
+    config.train.dead_after_steps = 1
+    step = make_train_step(config)
+
+    def step_and_revive(state, batch):
+        new_state = step(state, batch)[0]
+        # As many dead ones as there are neurons that this batch did not need.
+        dead = dataclasses.replace(
+            new_state, steps_since_fired=new_state.steps_since_fired.at[:, ::3].set(5)
+        )
+        return revive_dead_neurons(config, dead)
+
+    expected_state, expected = jax.jit(step_and_revive)(initial_state(config), make_batch())
+    for shape in MESHES:
+        _, (state, revived), _ = on_mesh(shape, config, step_and_revive)
+        np.testing.assert_array_equal(revived, expected)
+        assert_same_tree(state.params, expected_state.params, 1e-4)
+
+
+def runs_continue_on_other_meshes(folder):
+    """8 devices to 4 x 2, then to 1: same losses as a run on one mesh."""
+    data = folder / "data"
+    data.mkdir()
+    write_data(data)
+    config = sharded_config(data)
+    config.train.num_steps = 12
+    config.log.every_steps = 1
+    train(config, folder / "whole")
+
+    def leg(num_steps, mesh):
+        part = dataclasses.replace(config, train=dataclasses.replace(config.train))
+        part.train.num_steps = num_steps
+        part.mesh = dataclasses.replace(config.mesh, **mesh)
+        return part
+
+    # The learning rate's schedule must be that of the whole run: interrupt, not shorten.
+    from twell_jax.training.metrics import MetricsWriter
+
+    write = MetricsWriter.write
+    legs = (
+        (4, {"data": 1, "fsdp": 8}),
+        (8, {"data": 4, "fsdp": 1, "tensor": 2}),
+        (12, {"data": 2, "fsdp": 4}),
+    )
+    for last, mesh in legs:
+
+        def stop(self, step, kind, values, last=last):
+            write(self, step, kind, values)
+            if step == last + 1:
+                raise KeyboardInterrupt
+
+        MetricsWriter.write = stop
+        try:
+            train(leg(12, mesh), folder / "moved")
+        except KeyboardInterrupt:
+            pass
+        finally:
+            MetricsWriter.write = write
+
+    def losses(name):
+        rows = [row for row in read_metrics(folder / name) if row["kind"] == "train"]
+        assert [row["step"] for row in rows] == list(range(1, 13))
+        return [row["loss"] for row in rows]
+
+    np.testing.assert_allclose(losses("moved"), losses("whole"), rtol=1e-4)
+
+
+def what_does_not_divide_is_refused(folder):
+    config = sharded_config()
+    config.train.batch_size = 12
+    with pytest.raises(ConfigError, match=r"train\.batch_size: 12 does not divide over the 8"):
+        train(config, folder / "a")
+    config = sharded_config()
+    config.mesh.fsdp = 3
+    with pytest.raises(ConfigError, match="mesh: data=-1, fsdp=3, tensor=1 does not make 8"):
+        train(config, folder / "b")
+    config = sharded_config()
+    config.mesh.tensor = 8
+    with pytest.raises(ConfigError, match=r"model\.num_kv_heads: 4 does not divide over the 8"):
+        train(config, folder / "c")
+    assert not list(folder.iterdir())
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        initial_parameters_are_bit_equal,
+        a_train_step_is_the_same_on_every_mesh,
+        collectives_are_the_expected_ones,
+        reviving_is_the_same_on_every_mesh,
+        runs_continue_on_other_meshes,
+        what_does_not_divide_is_refused,
+    )
+}
+
+if __name__ == "__main__":
+    jax.config.update("jax_default_matmul_precision", "highest")
+    CASES[sys.argv[1]](pathlib.Path(sys.argv[2]))
