@@ -9,11 +9,15 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from tests.training.helpers import make_config
 from twell_jax.training.config import Config
 from twell_jax.training.metrics import read_metrics
+
+# Some seconds of steps, so that there is time to interfere.
+NUM_STEPS = 1500
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -64,49 +68,156 @@ def test_help_lists_every_field():
     assert "--workdir" in text
 
 
-def test_a_killed_run_continues(data_path, tmp_path):
-    """SIGKILL between two checkpoints; the same command then ends as if nothing had been."""
-    config = make_config(data_path)
-    config.train.num_steps = 400
-    config.log.every_steps = 1
-    config.checkpoint.every_steps = 50
-    file = tmp_path / "config.py"
+def write_config(folder, config) -> pathlib.Path:
+    """A configuration file that gives `config`."""
+    file = folder / "config.py"
     file.write_text(
         "import json\n"
         "from twell_jax.modules import TransformerConfig\n"
         "from twell_jax.training.config import *\n"
         "def get_config():\n"
         f"    values = json.loads({json.dumps(dataclasses.asdict(config))!r})\n"
-        "    parts = dict(model=TransformerConfig, data=DataConfig, optimizer=OptimizerConfig,\n"
-        "        l1=L1Config, train=TrainConfig, log=LogConfig, checkpoint=CheckpointConfig)\n"
+        "    parts = dict(model=TransformerConfig, data=DataConfig, mesh=MeshConfig,\n"
+        "        optimizer=OptimizerConfig, l1=L1Config, train=TrainConfig, log=LogConfig,\n"
+        "        checkpoint=CheckpointConfig)\n"
         "    return Config(**{name: part(**values[name]) for name, part in parts.items()})\n"
     )
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run(f"--config={file}", f"--workdir={whole}").returncode == 0
+    return file
 
-    process = subprocess.Popen(
-        command(f"--config={file}", f"--workdir={cut}"),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+
+@pytest.fixture(scope="module")
+def long_run(data_path, tmp_path_factory):
+    """(configuration file, uninterrupted run) of NUM_STEPS steps with a checkpoint every 50."""
+    folder = tmp_path_factory.mktemp("long")
+    config = make_config(data_path)
+    config.train.num_steps = NUM_STEPS
+    config.log.every_steps = 1
+    config.checkpoint.every_steps = 50
+    file = write_config(folder, config)
+    result = run(f"--config={file}", f"--workdir={folder / 'whole'}")
+    assert result.returncode == 0, result.stderr
+    return file, folder / "whole"
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        rows = read_metrics(cut)
-        if rows and rows[-1]["step"] >= 120:
-            break
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    killed_at = read_metrics(cut)[-1]["step"]
-    assert 120 <= killed_at < 400
 
-    result = run(f"--config={file}", f"--workdir={cut}")
+
+def wait_for_step(process, workdir, step):
+    """Returns when the run has logged `step`."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and process.poll() is None:
+        rows = read_metrics(workdir)
+        if rows and rows[-1]["step"] >= step:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"step {step} was not reached: {process.stderr.read()}")
+
+
+def losses(workdir):
+    rows = [row for row in read_metrics(workdir) if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    return [row["loss"] for row in rows]
+
+
+def test_a_killed_run_continues(long_run, tmp_path):
+    """SIGKILL between two checkpoints; the same command then ends as if nothing had been."""
+    file, whole = long_run
+    process = start(f"--config={file}", f"--workdir={tmp_path}")
+    wait_for_step(process, tmp_path, 120)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert read_metrics(tmp_path)[-1]["step"] < NUM_STEPS
+
+    result = run(f"--config={file}", f"--workdir={tmp_path}")
     assert result.returncode == 0
     assert "resumed from" in result.stderr
+    assert losses(tmp_path) == losses(whole)
 
-    def losses(workdir):
-        rows = read_metrics(workdir)
-        assert [r["step"] for r in rows if r["kind"] == "train"] == list(range(1, 401))
-        return [r["loss"] for r in rows if r["kind"] == "train"]
 
-    assert losses(cut) == losses(whole)
+@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_stops(long_run, tmp_path, signum, exit_code):
+    file, whole = long_run
+    process = start(f"--config={file}", f"--workdir={tmp_path}")
+    wait_for_step(process, tmp_path, 60)
+    process.send_signal(signum)
+    messages = process.communicate(timeout=60)[1]
+    assert process.returncode == exit_code
+    assert "saved and stopped after step" in messages
+    assert "Traceback" not in messages
+    saved = max(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    # Where the run stopped, not at the last interval.
+    assert saved == read_metrics(tmp_path)[-1]["step"]
+    assert saved >= 60
+
+    assert run(f"--config={file}", f"--workdir={tmp_path}").returncode == 0
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_a_second_signal_leaves_at_once(long_run, tmp_path):
+    file, _ = long_run
+    process = start(f"--config={file}", f"--workdir={tmp_path}")
+    wait_for_step(process, tmp_path, 20)
+    process.send_signal(signal.SIGSTOP)  # so that both arrive before it can act on the first
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
+    process.communicate(timeout=60)
+    assert process.returncode in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+
+def test_twenty_random_kills(long_run, tmp_path):
+    """Each loses at most the steps since the last save; the end is that of a quiet run."""
+    file, whole = long_run
+    rng = np.random.default_rng(0)
+    # Children are forked with everything imported, which saves most of their start.
+    script = (
+        "import os, sys, signal\n"
+        "from absl import logging\n"
+        "from twell_jax.training.loop import train\n"
+        "sys.path.insert(0, os.path.dirname(sys.argv[1]))\n"
+        "import config\n"
+        "for line in sys.stdin:\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        train(config.get_config(), sys.argv[2])\n"
+        "        os._exit(0)\n"
+        "    print(child, flush=True)\n"
+        "    print(os.waitpid(child, 0)[1], flush=True)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, str(file), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+    )
+
+    def start_child():
+        parent.stdin.write("go\n")
+        parent.stdin.flush()
+        return int(parent.stdout.readline())
+
+    def last_step():
+        rows = read_metrics(tmp_path)
+        return rows[-1]["step"] if rows else 0
+
+    for _ in range(20):
+        before = last_step()
+        child = start_child()
+        # The first row after a restart tells from which checkpoint it went on.
+        deadline = time.monotonic() + 60
+        while last_step() >= before > 0 and time.monotonic() < deadline:
+            time.sleep(0.002)
+        resumed = last_step()
+        assert before - resumed <= 50 + 25, "more than a save interval and a save's time is lost"
+        time.sleep(float(rng.uniform(0.0, 0.25)))
+        os.kill(child, signal.SIGKILL)
+        assert int(parent.stdout.readline()) == signal.SIGKILL
+    parent.communicate()
+    assert run(f"--config={file}", f"--workdir={tmp_path}").returncode == 0
+    assert losses(tmp_path) == losses(whole)
