@@ -67,9 +67,7 @@ def test_two_processes_train_one_model(data_path, tmp_path):
     codes, written = finish(start_two(file, tmp_path / "two"))
     assert codes == [0, 0], written
     assert "nothing left to train" in written[0]
-    longer = run(
-        f"--config={file}", f"--workdir={tmp_path / 'two'}", "--config.train.num_steps=14"
-    )
+    longer = run(f"--config={file}", f"--workdir={tmp_path / 'two'}", "--config.train.num_steps=14")
     assert longer.returncode == 0, longer.stderr
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["step"] == 14
 

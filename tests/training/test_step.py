@@ -98,7 +98,7 @@ def test_loss_is_cross_entropy_plus_penalties(data_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-@pytest.mark.parametrize("chunk_tokens", [1, 12, 1000])
+@pytest.mark.parametrize("chunk_tokens", [0, 1, 12, 1000])
 def test_linear_cross_entropy(dtype, z_loss, chunk_tokens):
     """Against optax on whole logits, differentiated by JAX, in f32."""
     keys = jax.random.split(jax.random.key(0), 4)

@@ -9,9 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 from twell_jax.sharding import TOKEN_AXES, dividing_axes
 
-# Logits of so many tokens are alive at once: with 49,152 tokens of vocabulary 1.6 GB in f32.
-_CHUNK_TOKENS = 8192
-
 
 class TokenLosses(NamedTuple):
     """Sums over the targets of a batch, f32 scalars.
@@ -32,7 +29,7 @@ def linear_cross_entropy(
     loss_mask: jax.Array,
     *,
     z_loss: float = 0.0,
-    chunk_tokens: int = _CHUNK_TOKENS,
+    chunk_tokens: int = 0,
 ) -> TokenLosses:
     """Losses of the logits `features head'`, summed where `loss_mask` is True.
 
@@ -48,7 +45,7 @@ def linear_cross_entropy(
       targets: int32 `[batch, length]`.
       loss_mask: bool `[batch, length]`.
       z_loss: weight of the squared log-normaliser in the total.
-      chunk_tokens: about how many tokens of a device a chunk may hold.
+      chunk_tokens: about how many tokens of a device a chunk may hold; 0 makes one chunk.
     """
     axes = dividing_axes(TOKEN_AXES, features.shape[0])
 
@@ -81,7 +78,7 @@ def _chunks(array, chunk_tokens):
     The batch axis stays whole, as it may be sharded over devices.
     """
     batch, length = array.shape[:2]
-    wanted = -(-batch * length // chunk_tokens)
+    wanted = -(-batch * length // chunk_tokens) if chunk_tokens else 1
     number = next(n for n in range(min(wanted, length), length + 1) if length % n == 0)
     split = array.reshape(batch, number, length // number, *array.shape[2:])
     return jnp.moveaxis(split, 1, 0)

@@ -39,7 +39,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
     num_micro_batches = config.train.num_micro_batches
 
     def loss_of_micro_batch(params, batch, coefficient, num_targets, num_tokens):
-        losses, aux = _token_losses(nnx.merge(graph, params), batch, config.train.z_loss)
+        losses, aux = _token_losses(config, nnx.merge(graph, params), batch, config.train.z_loss)
         scale = 1.0 / jnp.maximum(num_targets, 1)
         loss = losses.total * scale
         cross_entropy = losses.cross_entropy * scale
@@ -128,10 +128,15 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
     return train_step
 
 
-def _token_losses(model, batch: Batch, z_loss: float = 0.0):
+def _token_losses(config, model, batch: Batch, z_loss: float):
     features, aux = model.features(batch["inputs"], batch["segment_ids"], batch["positions"])
     losses = linear_cross_entropy(
-        features, model.head_weights(), batch["targets"], batch["loss_mask"], z_loss=z_loss
+        features,
+        model.head_weights(),
+        batch["targets"],
+        batch["loss_mask"],
+        z_loss=z_loss,
+        chunk_tokens=config.train.loss_chunk_tokens,
     )
     return losses, aux
 
@@ -157,7 +162,7 @@ def make_eval_step(config: Config) -> Callable[[dict, Batch], dict[str, jax.Arra
     graph = model_graph(config.model)
 
     def eval_step(params, batch):
-        losses, aux = _token_losses(nnx.merge(graph, params), batch)
+        losses, aux = _token_losses(config, nnx.merge(graph, params), batch, z_loss=0.0)
         sums = {
             "cross_entropy": losses.cross_entropy,
             "num_targets": jnp.sum(batch["loss_mask"]),

@@ -1,9 +1,6 @@
-r"""How arrays are laid out over devices: the one table of rules, and what follows from it.
+"""How arrays are laid out over devices: the one table of rules, and what follows from it.
 
-  python -m twell_jax.sharding --config=configs/paper_2b.py --num_devices=8 \
-      --config.mesh.fsdp=4 --config.mesh.tensor=2
-
-prints the layout of every parameter, without any device.
+`python -m twell_jax.sharding` prints what they give for a configuration.
 
 Axes of the mesh: examples of a batch are split over `data` and `fsdp` together, the
 weights over `fsdp` (and gathered where they are used), hidden neurons, heads and the

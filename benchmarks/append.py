@@ -1,0 +1,32 @@
+r"""Appends rows that were measured on a machine without the repository.
+
+python -m benchmarks.append --name=train_step --rows=rows.jsonl --commit=0123456789ab
+"""
+
+import json
+import pathlib
+
+from absl import app, flags
+
+from benchmarks.results import append_row
+
+_NAME = flags.DEFINE_string("name", None, "Name of the benchmark.", required=True)
+_ROWS = flags.DEFINE_string("rows", None, "File that --output of it wrote.", required=True)
+_COMMIT = flags.DEFINE_string("commit", None, "Commit that was measured.", required=True)
+
+
+def main(argv: list[str]) -> None:
+    """Command line of `python -m benchmarks.append`."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    for line in pathlib.Path(_ROWS.value).read_text().splitlines():
+        row = json.loads(line)
+        if row["environment"]["commit"] not in (None, _COMMIT.value):
+            raise app.UsageError(f"the row says commit {row['environment']['commit']}")
+        row["environment"]["commit"] = _COMMIT.value
+        path = append_row(_NAME.value, row["environment"], row["config"], row["values"])
+    print(f"appended to {path}")
+
+
+if __name__ == "__main__":
+    app.run(main)
