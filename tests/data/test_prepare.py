@@ -16,6 +16,7 @@ from twell_jax.data.documents import BrokenRecord, read_documents
 from twell_jax.data.preparation import PrepareOptions, prepare
 from twell_jax.data.tokenizer import load_tokenizer, split_text
 from twell_jax.data.windows import TokenWindows
+from twell_jax.errors import DataError
 
 TEXTS = [f"Chapter {i}\n\nA line of chapter {i}.\nAnd <|endoftext|> ünïcode." for i in range(40)]
 
@@ -45,6 +46,14 @@ def test_packed_text(tmp_path, suffix, opener):
     with opener(path, "wt") as file:
         file.write("packed\n")
     assert texts_of(read(path)) == ["packed\n"]
+
+
+def test_a_damaged_archive_is_an_error(tmp_path):
+    path = tmp_path / "a.txt.gz"
+    text = "".join(f"line {n * n}\n" for n in range(10_000))
+    path.write_bytes(gzip.compress(text.encode())[:5000])
+    with pytest.raises(DataError, match=r"a\.txt\.gz: damaged after line \d+: "):
+        read(path)
 
 
 def test_broken_records_name_file_and_line(tmp_path):

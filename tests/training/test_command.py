@@ -43,6 +43,7 @@ def run(*arguments):
         ("train.micro_batch_size=3", "train.micro_batch_size: must divide batch_size = 16"),
         ("model.num_heads=3", "--config.model.num_heads: must divide hidden_size"),
         ("optimizer.warmup_steps=10000", "--config.optimizer.warmup_steps: must be less than"),
+        ("model.param_dtype=bfloat16", "--config.model.param_dtype: training needs float32"),
         ("data.path=/nowhere", "no prepared data here"),
     ],
 )

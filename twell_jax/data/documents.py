@@ -6,7 +6,10 @@ import gzip
 import json
 import lzma
 import pathlib
+import zlib
 from collections.abc import Iterator
+
+from twell_jax.errors import DataError
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
 TEXT_DOCUMENTS = ("file", "paragraph", "line")
@@ -60,8 +63,14 @@ def read_documents(
 
 
 def _lines(path: pathlib.Path) -> Iterator[tuple[int, bytes]]:
-    with _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
-        yield from enumerate(file, start=1)
+    number = 0
+    try:
+        with _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        # What follows cannot be unpacked, so that nobody knows how much it is.
+        raise DataError(f"{path}: damaged after line {number}: {error}") from error
 
 
 def _read_text(path, text_documents) -> Iterator[Document | BrokenRecord]:

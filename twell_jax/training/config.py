@@ -258,6 +258,12 @@ class Config:
                 "--config.optimizer.warmup_steps: must be less than train.num_steps = "
                 f"{self.train.num_steps}, got {self.optimizer.warmup_steps}"
             )
+        if self.model.param_dtype != "float32":
+            raise ConfigError(
+                "--config.model.param_dtype: training needs float32, got "
+                f"{self.model.param_dtype!r}: with a bfloat16 parameter most updates round to "
+                "nothing. model.dtype sets what the model computes in"
+            )
         if self.model.ffn == "dense" and (self.l1.coefficient or self.l1.target_l0):
             raise ConfigError(
                 "--config.l1.coefficient: the dense layer has no activation statistics; set "
