@@ -8,9 +8,10 @@ The controller is a proportional-integral one on logarithms. With the error
 L0 follows the coefficient with a lag of a few hundred steps, roughly
 `lag * d(log L0) = -(log L0 + a log c - const)` with `a` a little under 1. On such a plant
 the closed loop is critically damped for `INTEGRAL = (1 + a P)^2 / (4 a lag)`, about 0.005
-for P = 1, a = 0.7, lag = 200; the gain below is half that, so that a slower plant does not
-swing either. The integral part is limited for errors as large as those of a fresh, dense
-model, where it would run the coefficient up before L0 has had time to answer.
+for P = 1, a = 0.7, lag = 200, which is the gain below; plants of half and twice that lag
+overshoot once, by little (tests/training/test_l1_penalty.py). The integral part is limited
+for errors as large as those of a fresh, dense model, where it would run the coefficient up
+before L0 has had time to answer.
 """
 
 from typing import NamedTuple
@@ -21,9 +22,9 @@ import jax.numpy as jnp
 from twell_jax.training.config import L1Config
 
 PROPORTIONAL = 1.0
-INTEGRAL = 0.0025
+INTEGRAL = 0.005
 # Largest move of the log-coefficient by the integral part in one step.
-MAX_INTEGRAL_MOVE = 0.005
+MAX_INTEGRAL_MOVE = 0.01
 # L0 of a single batch is noisy; the controller sees a mean over about this many steps.
 SMOOTHING_STEPS = 10
 
