@@ -9,7 +9,6 @@ step, peak memory, and (with --profile) where the device's time goes. Writes one
 
 import json
 import sys
-import time
 
 import jax
 import numpy as np
@@ -17,13 +16,13 @@ from absl import app, flags
 
 from benchmarks.device_profile import kernel_times
 from benchmarks.results import append_row
+from benchmarks.trainer import Trainer, spread
 from twell_jax.data.pipeline import training_dataset
 from twell_jax.environment import describe_environment
 from twell_jax.errors import UserError
 from twell_jax.flops import peak_flops, train_flops_per_token
 from twell_jax.training.flags import define_config_flag, parse_flags
-from twell_jax.training.state import count_params, initial_state
-from twell_jax.training.step import make_train_step
+from twell_jax.training.state import count_params
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds of both kinds of steps.", lower_bound=5)
 _STEPS = flags.DEFINE_integer("steps", 10, "Steps of a kind in a round.", lower_bound=1)
@@ -34,45 +33,13 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 
-def _spread(seconds) -> dict:
-    p20, median, p80 = np.percentile(np.asarray(seconds) * 1e3, [20, 50, 80])
-    return {"median": median, "p20": p20, "p80": p80}
-
-
-class _Trainer:
-    """Runs steps and times them."""
-
-    def __init__(self, config):
-        self.step = jax.jit(make_train_step(config), donate_argnums=0)
-        self.state = jax.jit(lambda: initial_state(config))()
-        self.host_seconds = []
-        self.losses = []
-
-    def run(self, next_batch, steps: int) -> list[float]:
-        """Seconds between finished steps; metrics are read one step late, as in training."""
-        finished, before, seconds = time.perf_counter(), None, []
-        for _ in range(steps):
-            start = time.perf_counter()
-            batch = next_batch()
-            self.state, metrics = self.step(self.state, batch)
-            self.host_seconds.append(time.perf_counter() - start)
-            if before is not None:
-                self.losses.append(float(before["loss"]))
-                now = time.perf_counter()
-                seconds.append(now - finished)
-                finished = now
-            before = metrics
-        self.losses.append(float(before["loss"]))
-        return seconds
-
-
 def measure(config) -> dict:
     """The values of the row.
 
     Raises:
       FloatingPointError: a loss was not finite, so that the timing means nothing.
     """
-    trainer = _Trainer(config)
+    trainer = Trainer(config)
     batches = iter(
         training_dataset(
             config.data.path,
@@ -105,10 +72,10 @@ def measure(config) -> dict:
     peak = peak_flops(device.device_kind)
     memory = device.memory_stats() or {}
     values = {
-        "constant_batch_ms": _spread(constant_seconds),
-        "fed_ms": _spread(fed_seconds),
+        "constant_batch_ms": spread(constant_seconds),
+        "fed_ms": spread(fed_seconds),
         "fed_over_constant": median / np.median(constant_seconds),
-        "host_ms": _spread(trainer.host_seconds),
+        "host_ms": spread(trainer.host_seconds),
         "tokens_per_second": tokens / median,
         "model_tflops_per_second": flops / median / 1e12,
         "mfu": flops / median / peak if peak else None,

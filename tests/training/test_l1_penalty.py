@@ -20,7 +20,7 @@ def coefficients(config, l0s):
     seen = []
     for step, l0 in enumerate(l0s):
         seen.append(float(effective_coefficient(config, state, jnp.int32(step))))
-        state = update_l1_state(config, state, jnp.int32(step), jnp.float32(l0))
+        state = update_l1_state(config, state, jnp.int32(step), jnp.float32(l0), fresh_l0=2816)
     return seen
 
 
@@ -43,7 +43,13 @@ def simulate(config, *, exponent, lag, start, num_steps, noise=0.02, seed=0):
         coefficient = effective_coefficient(config, state, number)
         goal = jnp.log(100.0) - exponent * jnp.log(coefficient / 1e-4)
         log_l0 = log_l0 + (jnp.clip(goal, -2.0, jnp.log(2816.0)) - log_l0) / lag
-        state = update_l1_state(config, state, number, jnp.exp(log_l0 + wobble))
+        state = update_l1_state(
+            config,
+            state,
+            number,
+            jnp.exp(log_l0 + wobble),
+            fresh_l0=2816,
+        )
         return (log_l0, state), jnp.exp(log_l0)
 
     carry = (jnp.log(jnp.float32(start)), initial_l1_state(config))
@@ -54,7 +60,7 @@ CONFIG = L1Config(coefficient=2e-5, warmup_steps=100, target_l0=30.0)
 
 
 @pytest.mark.parametrize("exponent", [0.4, 0.7, 1.0])
-@pytest.mark.parametrize("lag", [50, 200, 400])
+@pytest.mark.parametrize("lag", [25, 50, 200])
 @pytest.mark.parametrize(("start", "coefficient"), [(2816.0, 2e-5), (5.0, 5e-3)])
 def test_controller_reaches_the_target_and_stays(exponent, lag, start, coefficient):
     config = dataclasses.replace(CONFIG, coefficient=coefficient)

@@ -10,6 +10,8 @@ Windows are addressed by number and hold no state: order, resume and the split o
 processes are arithmetic on numbers.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from twell_jax.data.store import TokenStream
@@ -33,35 +35,45 @@ class TokenWindows:
         return f"TokenWindows(num_tokens={self._stream.num_tokens}, length={self._length})"
 
     def __getitem__(self, number: int) -> dict[str, np.ndarray]:
-        """One example: int32 arrays of `length`, padded with zeros at the stream's end.
+        """One example: the arrays of `batch` without their first axis."""
+        return {name: array[0] for name, array in self.batch([number]).items()}
 
-        - `inputs`, `targets`: token ids.
-        - `segment_ids`: 1, 2, … for the documents of the window, 0 for padding.
-        - `positions`: restart at 0 with each segment.
+    def batch(self, numbers: Sequence[int]) -> dict[str, np.ndarray]:
+        """Several examples: arrays `[len(numbers), length]`, zero beyond the stream's end.
+
+        Made together, since per example Python would take longer than the work.
+
+        - `inputs`, `targets`: int32 token ids.
+        - `segment_ids`: int32; 1, 2, … for the documents of the window, 0 for padding.
+        - `positions`: int32; restart at 0 with each segment.
         - `loss_mask`: bool, False where the target is padding or in another document.
+
+        Raises:
+          IndexError: there is no such window.
         """
-        number = int(number)
-        if not 0 <= number < len(self):
-            raise IndexError(f"window {number} of {len(self)}")
-        first = number * self._length
-        last = min(first + self._length + 1, self._stream.num_tokens)
-        tokens, starts = self._stream.read(first, last)
-        size = len(tokens) - 1
+        tokens = np.zeros((len(numbers), self._length + 1), np.int32)
+        starts = np.zeros(tokens.shape, bool)
+        sizes = np.zeros((len(numbers), 1), np.int32)
+        for row, number in enumerate(numbers):
+            number = int(number)
+            if not 0 <= number < len(self):
+                raise IndexError(f"window {number} of {len(self)}")
+            first = number * self._length
+            last = min(first + self._length + 1, self._stream.num_tokens)
+            tokens[row, : last - first], starts[row, : last - first] = self._stream.read(
+                first, last
+            )
+            sizes[row] = last - first - 1
 
-        index = np.arange(size)
-        begins = starts[:-1].copy()
-        begins[0] = True
-        example = {
-            "inputs": tokens[:-1],
-            "targets": tokens[1:],
-            "segment_ids": np.cumsum(begins),
-            "positions": index - np.maximum.accumulate(np.where(begins, index, 0)),
-            "loss_mask": ~starts[1:],
+        index = np.arange(self._length, dtype=np.int32)
+        real = index < sizes
+        begins = starts[:, :-1].copy()
+        begins[:, 0] = True
+        segment_begins = np.maximum.accumulate(np.where(begins, index, 0), axis=1)
+        return {
+            "inputs": tokens[:, :-1] * real,
+            "targets": tokens[:, 1:] * real,
+            "segment_ids": np.cumsum(begins, axis=1, dtype=np.int32) * real,
+            "positions": (index - segment_begins) * real,
+            "loss_mask": ~starts[:, 1:] & real,
         }
-        return {name: self._pad(array) for name, array in example.items()}
-
-    def _pad(self, array):
-        dtype = bool if array.dtype == bool else np.int32
-        padded = np.zeros(self._length, dtype)
-        padded[: len(array)] = array
-        return padded

@@ -8,6 +8,7 @@ vocabulary over `tensor`.
 """
 
 import math
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -57,18 +58,22 @@ def logical_axes(path) -> tuple[str | None, ...]:
 
 
 def make_mesh(
-    shape: tuple[int, int, int], *, abstract_devices: int | None = None
+    shape: tuple[int, int, int],
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    abstract_devices: int | None = None,
 ) -> Mesh | AbstractMesh:
-    """The mesh of `(data, fsdp, tensor)` over all devices.
+    """The mesh of `(data, fsdp, tensor)`.
 
     Args:
       shape: sizes of the axes; at most one may be -1, which fills what is left.
+      devices: to use; by default all of all processes.
       abstract_devices: makes an abstract mesh of so many devices instead.
 
     Raises:
       ValueError: the sizes do not multiply to the number of devices.
     """
-    num_devices = abstract_devices or jax.device_count()
+    num_devices = abstract_devices or len(devices or jax.devices())
     fixed = math.prod(size for size in shape if size != -1)
     filled = tuple(num_devices // fixed if size == -1 else size for size in shape)
     if math.prod(filled) != num_devices:
@@ -77,7 +82,7 @@ def make_mesh(
     types = (AxisType.Auto,) * len(MESH_AXES)
     if abstract_devices is not None:
         return AbstractMesh(filled, MESH_AXES, axis_types=types)
-    return jax.make_mesh(filled, MESH_AXES, axis_types=types)
+    return jax.make_mesh(filled, MESH_AXES, axis_types=types, devices=devices)
 
 
 def partition_spec(axes: tuple[str | None, ...]) -> P:

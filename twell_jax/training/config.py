@@ -111,7 +111,8 @@ class L1Config:
 
     Attributes:
       coefficient: of the penalty; where the controller starts, with `target_l0`.
-      warmup_steps: the coefficient rises linearly from 0 over these steps.
+      warmup_steps: the coefficient rises linearly from 0 over these steps; with
+        `target_l0` it is the goal of the controller that falls to the target over them.
       target_l0: mean number of active neurons of a layer, per token, that a controller
         holds by moving the coefficient; 0 keeps the coefficient fixed.
       min_coefficient: the controller's lower limit.

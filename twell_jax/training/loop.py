@@ -168,10 +168,7 @@ class _Run:
         )
         restored = self.checkpointer.restore_latest(abstract, self.config)
         if restored is None:
-            make_state = jax.jit(
-                lambda: initial_state(self.config), out_shardings=self.state_shardings
-            )
-            return make_state(), 0
+            return initial_state(self.config, self.state_shardings), 0
         state, data_state, step = restored
         self.batches.set_state(data_state)
         logging.info("resumed from %s", self.checkpointer.path(step))

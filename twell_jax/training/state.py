@@ -4,9 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from twell_jax.modules import Transformer, TransformerConfig
+from twell_jax.sharding import make_mesh, shardings
 from twell_jax.training.config import Config
 from twell_jax.training.l1_penalty import L1State, initial_l1_state
 from twell_jax.training.optimizer import make_optimizer
@@ -45,9 +47,32 @@ def initial_params(config: TransformerConfig, seed: int) -> dict:
     return nnx.to_pure_dict(nnx.split(Transformer(config, rngs=nnx.Rngs(seed)))[1])
 
 
-def initial_state(config: Config) -> TrainState:
-    """State before the first step; may be traced."""
-    params = initial_params(config.model, config.train.seed)
+def initial_state(config: Config, layout: TrainState | None = None) -> TrainState:
+    """State before the first step.
+
+    The parameters are drawn on one device and then spread out: XLA rounds a draw
+    differently, by a few last places, in a program that is split over a mesh.
+
+    Args:
+      config: of the run.
+      layout: shardings of the state; the first device holds all of it by default.
+    """
+    one_device = make_mesh((1, 1, 1), devices=jax.local_devices()[:1])
+    with jax.set_mesh(one_device):
+        params = jax.jit(lambda: initial_params(config.model, config.train.seed))()
+    if layout is None:
+        layout = shardings(one_device, abstract_state(config))
+    params = jax.tree.map(
+        lambda leaf, sharding: jax.make_array_from_callback(
+            leaf.shape, sharding, np.asarray(leaf).__getitem__
+        ),
+        params,
+        layout.params,
+    )
+    return jax.jit(lambda params: _fresh_state(config, params), out_shardings=layout)(params)
+
+
+def _fresh_state(config: Config, params: dict) -> TrainState:
     steps_since_fired = None
     if config.model.ffn == "sparse":
         shape = (config.model.num_layers, config.model.intermediate_size)
@@ -64,7 +89,9 @@ def initial_state(config: Config) -> TrainState:
 
 def abstract_state(config: Config) -> TrainState:
     """Shapes and dtypes of the state."""
-    return jax.eval_shape(lambda: initial_state(config))
+    return jax.eval_shape(
+        lambda: _fresh_state(config, initial_params(config.model, config.train.seed))
+    )
 
 
 def count_params(params) -> int:

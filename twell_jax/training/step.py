@@ -141,10 +141,16 @@ def _token_losses(config, model, batch: Batch, z_loss: float):
     return losses, aux
 
 
-def _updated_l1(config, state: TrainState, stats: FfnStats | None):
+def _updated_l1(config: Config, state: TrainState, stats: FfnStats | None):
     if stats is None:
         return state.l1
-    return update_l1_state(config.l1, state.l1, state.step, jnp.mean(stats.l0))
+    return update_l1_state(
+        config.l1,
+        state.l1,
+        state.step,
+        jnp.mean(stats.l0),
+        fresh_l0=config.model.intermediate_size / 2,  # ReLU of a symmetric distribution
+    )
 
 
 def _updated_steps_since_fired(state: TrainState, stats: FfnStats | None):
