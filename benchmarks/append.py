@@ -5,10 +5,11 @@ python -m benchmarks.append --name=train_step --rows=rows.jsonl --commit=0123456
 
 import json
 import pathlib
+import sys
 
 from absl import app, flags
 
-from benchmarks.results import append_row
+from benchmarks.results import append_row, state_commit
 
 _NAME = flags.DEFINE_string("name", None, "Name of the benchmark.", required=True)
 _ROWS = flags.DEFINE_string("rows", None, "File that --output of it wrote.", required=True)
@@ -21,10 +22,11 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     for line in pathlib.Path(_ROWS.value).read_text().splitlines():
         row = json.loads(line)
-        if row["environment"]["commit"] not in (None, _COMMIT.value):
-            raise app.UsageError(f"the row says commit {row['environment']['commit']}")
-        row["environment"]["commit"] = _COMMIT.value
-        path = append_row(_NAME.value, row["environment"], row["config"], row["values"])
+        try:
+            environment = state_commit(row["environment"], _COMMIT.value)
+            path = append_row(_NAME.value, environment, row["config"], row["values"])
+        except ValueError as error:
+            sys.exit(f"append: {error}")
     print(f"appended to {path}")
 
 

@@ -34,3 +34,15 @@ def append_row(name: str, environment: dict, config: dict, values: dict) -> path
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
     return path
+
+
+def state_commit(environment: dict, commit: str) -> dict:
+    """The environment of a run on a copy of the files of `commit`, made without the commit.
+
+    Raises:
+      ValueError: the environment names another commit, whose files were not changed.
+    """
+    seen = environment["commit"]
+    if seen not in (None, commit) and not seen.endswith("-modified"):
+        raise ValueError(f"the row says that commit {seen} was measured, not {commit}")
+    return {**environment, "commit": commit}

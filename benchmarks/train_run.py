@@ -9,7 +9,7 @@ import sys
 
 from absl import app, flags
 
-from benchmarks.results import append_row
+from benchmarks.results import append_row, state_commit
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a finished run.", required=True)
 _LABEL = flags.DEFINE_string("label", None, "What the run is, in a few words.", required=True)
@@ -29,11 +29,11 @@ def main(argv: list[str]) -> None:
     except OSError as error:
         sys.exit(f"--workdir: no finished run: {error}")
     environment = summary.pop("environment")
-    if _COMMIT.value and environment["commit"] in (None, _COMMIT.value):
-        environment["commit"] = _COMMIT.value
     # Where the data lay on that machine is nobody's business.
     config["data"]["path"] = pathlib.Path(config["data"]["path"]).name
     try:
+        if _COMMIT.value:
+            environment = state_commit(environment, _COMMIT.value)
         path = append_row("train_run", environment, {"label": _LABEL.value, **config}, summary)
     except ValueError as error:
         sys.exit(f"train_run: {error}")
