@@ -10,10 +10,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.training.helpers import make_config
+from twell_jax.data.store import TokenStream
+from twell_jax.data.windows import TokenWindows
 from twell_jax.errors import ConfigError
 from twell_jax.training.checkpoint import Checkpointer
-from twell_jax.training.loop import NonFiniteError, train
+from twell_jax.training.loop import NonFiniteError, _Run, train
 from twell_jax.training.metrics import MetricsWriter, read_metrics
+from twell_jax.training.signals import StoppedBySignalError
 from twell_jax.training.state import abstract_state
 
 
@@ -56,7 +59,8 @@ def test_outputs(finished):
     assert [row["step"] for row in rows if row["kind"] == "validation"] == [6, 12]
     assert train_rows[-1]["cross_entropy"] < train_rows[0]["cross_entropy"]
     assert {"loss", "l1", "l1_coefficient", "grad_norm", "learning_rate"} <= train_rows[0].keys()
-    assert len(train_rows[0]["l0"]) == len(train_rows[0]["dead_fraction"]) == 2
+    for name in ("l0", "dead_fraction", "max_steps_since_fired"):
+        assert len(train_rows[0][name]) == 2
     assert json.loads((workdir / "config.json").read_text()) == dataclasses.asdict(config)
     assert json.loads((workdir / "summary.json").read_text()) == summary
     assert summary["validation"]["cross_entropy"] < summary["validation"]["unigram_entropy"] + 1
@@ -93,6 +97,33 @@ def test_an_interrupted_run_continues_bit_for_bit(finished, tmp_path, monkeypatc
             train(config, tmp_path)
     train(config, tmp_path)
     assert_same_run(config, workdir, tmp_path)
+
+
+def test_cuts_at_any_step_change_nothing(data_path, tmp_path, monkeypatch):
+    """With accumulation, the controller and reviving; before the first checkpoint, at an
+    epoch's end, within epoch 2, and one step before the end."""
+    config = make_config(data_path)
+    config.data.sequence_length = 40
+    config.train.micro_batch_size = 4
+    config.train.revive_every_steps = 4
+    config.train.dead_after_steps = 2
+    config.l1.target_l0 = 10.0
+    config.train.num_steps = 13
+    windows = len(TokenWindows(TokenStream(str(data_path), "train"), 40))
+    epoch_end = windows // config.train.batch_size
+    cuts = (1, epoch_end, epoch_end + 3, 12)
+    assert 1 < epoch_end < epoch_end + 3 < 12
+    train(config, tmp_path / "whole")
+
+    for cut in cuts:
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                _Run, "_agree_to_stop", lambda self, stop, step, cut=cut: 15 * (step == cut)
+            )
+            with pytest.raises(StoppedBySignalError):
+                train(config, tmp_path / "cut")
+    assert train(config, tmp_path / "cut")["step"] == 13
+    assert_same_run(config, tmp_path / "whole", tmp_path / "cut")
 
 
 def test_a_longer_run_continues_a_finished_one(finished, tmp_path):

@@ -200,6 +200,27 @@ def test_a_non_finite_step_changes_nothing_but_the_count(data_path):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(broken, name))
 
 
+def test_small_updates_are_not_lost(data_path):
+    """Steps of a thousandth of bf16's spacing at 1 add up, as the parameters are f32."""
+    config = make_config(data_path)
+    config.model.dtype = "bfloat16"
+    config.optimizer.learning_rate = 1e-3 * float(jnp.finfo(jnp.bfloat16).eps)
+    config.optimizer.warmup_steps = 0
+    config.optimizer.final_learning_rate_ratio = 1.0
+    config.optimizer.weight_decay = 0.0
+    config.train.num_steps = 100
+    step = jax.jit(make_train_step(config))
+    state = initial_state(config)
+    scale = state.params["final_norm"]["scale"]
+    assert scale.dtype == jnp.float32
+    np.testing.assert_array_equal(scale, 1.0)
+    for _ in range(20):
+        state, _ = step(state, batch_with((16,) * 8))
+    # Adam moves a parameter whose gradient keeps its sign by the learning rate a step.
+    moved = np.abs(state.params["final_norm"]["scale"] - 1.0)
+    assert np.median(moved) == pytest.approx(20 * config.optimizer.learning_rate, rel=0.1)
+
+
 @pytest.mark.parametrize("warmup_steps", [0, 5])
 def test_learning_rate_schedule(warmup_steps):
     config = OptimizerConfig(

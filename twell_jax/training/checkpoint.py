@@ -6,6 +6,7 @@ checksums of its files; one that does not match its seal, or cannot be read, is 
 it is moved aside and the one before is used.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -40,7 +41,7 @@ _DAMAGED = "damaged"
 
 
 class CheckpointError(UserError):
-    """There are checkpoints, and none of them can be read."""
+    """No checkpoint can be read, or one could not be written."""
 
 
 class Checkpointer:
@@ -69,18 +70,23 @@ class Checkpointer:
         return self.folder / str(step)
 
     def save(self, step: int, state: TrainState, data_state: dict, config: Config) -> None:
-        """Saves, unless this step is saved already; returns when the arrays are copied."""
+        """Saves, unless this step is saved already; returns when the arrays are copied.
+
+        Raises:
+          CheckpointError: it, or the one before, could not be written.
+        """
         if step in self._manager.all_steps():
             return
         self._join_sealing()
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_as_dict(state)),
-                data=ocp.args.JsonSave(data_state),
-                config=ocp.args.JsonSave(dataclasses.asdict(config)),
-            ),
-        )
+        with self._explain_failure():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(_as_dict(state)),
+                    data=ocp.args.JsonSave(data_state),
+                    config=ocp.args.JsonSave(dataclasses.asdict(config)),
+                ),
+            )
         if jax.process_index() == 0:
             self._sealing = threading.Thread(target=self._seal, args=(step,))
             self._sealing.start()
@@ -129,9 +135,26 @@ class Checkpointer:
         return TrainState(**restored["state"]), restored["data"]
 
     def wait(self) -> None:
-        """Returns when every save is on disk; raises what went wrong with one."""
-        self._manager.wait_until_finished()
+        """Returns when every save is on disk.
+
+        Raises:
+          CheckpointError: one could not be written.
+        """
+        with self._explain_failure():
+            self._manager.wait_until_finished()
         self._join_sealing()
+
+    @contextlib.contextmanager
+    def _explain_failure(self):
+        try:
+            yield
+        except Exception as error:  # Orbax and TensorStore raise many kinds
+            saved = self._manager.all_steps()
+            last = f"that of step {max(saved)}" if saved else "none"
+            raise CheckpointError(
+                f"a checkpoint could not be written to {self.folder}; the last whole one there "
+                f"is {last}. {str(error).splitlines()[0][:500]}"
+            ) from error
 
     def close(self) -> None:
         """Waits, and frees the manager's threads."""

@@ -31,7 +31,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
 
     Metrics are f32 scalars: `loss`, `cross_entropy`, `grad_norm` (before clipping),
     `learning_rate`, `finite` (0 or 1), `num_targets`, and with sparse layers `l1_coefficient`,
-    `l1` and arrays by layer: `l0`, `dead_fraction`.
+    `l1` and arrays by layer: `l0`, `dead_fraction`, `max_steps_since_fired` (of its neurons).
     """
     graph = model_graph(config.model)
     optimizer = make_optimizer(config.optimizer)
@@ -122,6 +122,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
                 "l1": jnp.mean(stats.l1),
                 "l0": stats.l0,
                 "dead_fraction": jnp.mean(dead, axis=-1),
+                "max_steps_since_fired": jnp.max(new_state.steps_since_fired, axis=-1),
             }
         return new_state, jax.tree.map(lambda m: jnp.asarray(m, jnp.float32), metrics)
 
