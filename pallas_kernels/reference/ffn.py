@@ -52,13 +52,15 @@ def _hidden(gate, up):
     return jnp.where(gate != 0, gate.astype(jnp.float32) * up.astype(jnp.float32), 0)
 
 
-def _count_tokens(token_shape, token_mask):
+def count_tokens(token_shape, token_mask):
+    """Number of unmasked tokens, int32."""
     if token_mask is None:
         return jnp.int32(math.prod(token_shape))
     return jnp.sum(token_mask, dtype=jnp.int32)
 
 
-def _mean_factor(num_tokens):
+def mean_factor(num_tokens):
+    """What a sum over unmasked tokens is multiplied by to give their mean."""
     return 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
 
 
@@ -68,9 +70,9 @@ def _stats(hidden, active, token_mask) -> FfnStats:
     if token_mask is not None:
         active = active & token_mask[..., None]
         magnitude = jnp.where(token_mask[..., None], magnitude, 0)
-    num_tokens = _count_tokens(hidden.shape[:-1], token_mask)
+    num_tokens = count_tokens(hidden.shape[:-1], token_mask)
     fired = jnp.sum(active, axis=token_axes, dtype=jnp.int32)
-    factor = _mean_factor(num_tokens)
+    factor = mean_factor(num_tokens)
     # Both totals go through per-neuron sums: one pass over the activations gives
     # all statistics, and f32 sums of at most `tokens` terms stay accurate.
     return FfnStats(
@@ -81,13 +83,25 @@ def _stats(hidden, active, token_mask) -> FfnStats:
     )
 
 
-def _forward(x, w_gate, w_up, w_down, token_mask):
+def _activations(x, w_gate, w_up):
+    """The rounded gate, None in the non-gated layer, and up activations."""
     if w_gate is None:
         gate, up = None, jax.nn.relu(to_hidden(x, w_up)).astype(x.dtype)
     else:
         gate = checkpoint_name(jax.nn.relu(to_hidden(x, w_gate)).astype(x.dtype), "ffn_gate")
         up = to_hidden(x, w_up).astype(x.dtype)
-    up = checkpoint_name(up, "ffn_up")
+    return gate, checkpoint_name(up, "ffn_up")
+
+
+def dense_forward(x, w_gate, w_up, w_down):
+    """`y`, in the dtype of x, and `h`, in f32, without statistics."""
+    hidden = _hidden(*_activations(x, w_gate, w_up))
+    return from_hidden(hidden.astype(x.dtype), w_down).astype(x.dtype), hidden
+
+
+def forward(x, w_gate, w_up, w_down, token_mask):
+    """`(y, stats)`, and the residuals of `backward`."""
+    gate, up = _activations(x, w_gate, w_up)
     hidden = _hidden(gate, up)
     active = (up if gate is None else gate) != 0  # True for NaN
     y = from_hidden(hidden.astype(x.dtype), w_down).astype(x.dtype)
@@ -95,13 +109,14 @@ def _forward(x, w_gate, w_up, w_down, token_mask):
     return (y, _stats(hidden, active, token_mask)), residuals
 
 
-def _backward(residuals, cotangents):
+def backward(residuals, cotangents):
+    """Gradients of the five arguments of `forward`; none of the mask."""
     x, w_gate, w_up, w_down, token_mask, gate, up = residuals
     y_bar, stats_bar = cotangents
     hidden = _hidden(gate, up)
     active = (up if gate is None else gate) != 0
 
-    l1_bar = stats_bar.l1 * _mean_factor(_count_tokens(x.shape[:-1], token_mask))
+    l1_bar = stats_bar.l1 * mean_factor(count_tokens(x.shape[:-1], token_mask))
     l1_term = l1_bar * jnp.sign(hidden)
     if token_mask is not None:
         l1_term = jnp.where(token_mask[..., None], l1_term, 0)
@@ -126,7 +141,7 @@ def _backward(residuals, cotangents):
 @jax.custom_vjp
 def sparse_ffn(x, w_gate, w_up, w_down, token_mask):
     """See `pallas_kernels.ops.sparse_ffn`."""
-    return _forward(x, w_gate, w_up, w_down, token_mask)[0]
+    return forward(x, w_gate, w_up, w_down, token_mask)[0]
 
 
-sparse_ffn.defvjp(_forward, _backward)
+sparse_ffn.defvjp(forward, backward)

@@ -1,0 +1,182 @@
+"""Up and down projections of the active neurons only, from packed gates.
+
+One warpgroup a token: it gathers the entries of the token's words into a list, then reads,
+per entry, one row of w_up and one of w_down, several entries at a time, so that their rows
+are on their way together. `h` is computed once and feeds y and the L1 norm.
+
+Bytes: `4 D` a (token, neuron) for both rows, nearly all from the L2, which bounds it; the
+words once, and x and y once.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu.compact import compact_row, compact_row_interpreted
+from pallas_kernels.mosaic_gpu.device import num_sms
+
+# Elements of D that the threads of a warpgroup must share evenly.
+ROW_MULTIPLE = 256
+
+# Elements of one dimension that one TMA copy can take.
+_COPY_TILES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class ConsumerConfig:
+    """How the kernel is cut up.
+
+    Attributes:
+      ctas_per_sm: thread blocks, of one warpgroup each, that share a multiprocessor.
+      entries: list entries whose rows are loaded together.
+    """
+
+    ctas_per_sm: int = 4
+    entries: int = 2
+
+
+def _row_layout(width: int):
+    """Spreads a row over 128 threads in pieces of up to 16 bytes of bf16."""
+    vec_size = next(size for size in (8, 4, 2) if width % (128 * size) == 0)
+    return plgpu.Layout.WG_STRIDED((width,), vec_size=vec_size)
+
+
+def _pieces(num_tiles: int) -> list:
+    """The tiles of a row in pieces that one copy can take."""
+    return [
+        pl.ds(first, min(_COPY_TILES, num_tiles - first))
+        for first in range(0, num_tiles, _COPY_TILES)
+    ]
+
+
+def _kernel(*refs, gated: bool, config: ConsumerConfig, interpret: bool):
+    if gated:
+        words_ref, x_ref, up_ref, down_ref, y_ref, norm_ref, totals_ref, *scratch = refs
+    else:
+        words_ref, down_ref, y_ref, norm_ref, totals_ref, *scratch = refs
+    words_smem, indices_smem, values_smem, row_totals_smem, arrived = scratch
+    num_rows, num_tiles, _ = words_ref.shape
+    width = down_ref.shape[1]
+    layout = _row_layout(width)
+    step = lax.axis_size("cta")
+    compact = compact_row_interpreted if interpret else compact_row
+
+    def load_row(ref, index):
+        if interpret:
+            return ref[index].astype(jnp.float32)
+        return plgpu.load(ref.at[index], layout=layout, optimized=False).astype(jnp.float32)
+
+    def fetch(row, slot):
+        for tiles in _pieces(num_tiles):
+            plgpu.copy_gmem_to_smem(
+                words_ref.at[row, tiles], words_smem.at[slot, tiles], arrived.at[slot]
+            )
+
+    first = lax.axis_index("cta")
+
+    @pl.when(first < num_rows)
+    def _():
+        fetch(first, 0)
+
+    def of_token(number, slot):
+        row = first + number * step
+        plgpu.barrier_wait(arrived.at[slot])
+
+        @pl.when(row + step < num_rows)
+        def _():
+            fetch(row + step, 1 - slot)
+
+        compact(words_smem.at[slot], indices_smem, values_smem, row_totals_smem)
+        length, total, overflowed = (row_totals_smem[n] for n in range(3))
+        x = load_row(x_ref, row) if gated else None
+
+        def of_entries(group, carry):
+            y, norm = carry
+            loaded = []
+            for n in range(config.entries):
+                place = group * config.entries + n
+                # Past the end of the list the last entry stands in, and counts nothing.
+                here = jnp.minimum(place, length - 1)
+                index = indices_smem[here]
+                up_row = load_row(up_ref, index) if gated else None
+                loaded.append((place, values_smem[here], up_row, load_row(down_ref, index)))
+            for place, hidden, up_row, down_row in loaded:
+                if gated:
+                    up = jnp.sum(x * up_row)
+                    hidden = hidden * up.astype(jnp.bfloat16).astype(jnp.float32)
+                hidden = jnp.where(place < length, hidden, 0.0)
+                norm = norm + jnp.abs(hidden)
+                y = y + hidden.astype(jnp.bfloat16).astype(jnp.float32) * down_row
+            return y, norm
+
+        zeros = jnp.zeros((width,), jnp.float32)
+        if not interpret:
+            zeros = plgpu.layout_cast(zeros, layout)
+        y, norm = lax.fori_loop(
+            0, pl.cdiv(length, config.entries), of_entries, (zeros, jnp.float32(0))
+        )
+        y_ref[row] = y.astype(y_ref.dtype)
+        norm_ref[row] = norm
+        totals_ref[row] = jnp.where(overflowed == 0, total, -total)
+        return 1 - slot
+
+    num_tokens = lax.div(num_rows - first + step - 1, step)
+    lax.fori_loop(0, num_tokens, of_token, jnp.int32(0))
+
+
+def up_down(
+    words: jax.Array,
+    x: jax.Array | None,
+    w_up: jax.Array | None,
+    w_down: jax.Array,
+    *,
+    config: ConsumerConfig,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`y = h w_down` with `h = g * (x w_up')`, or `h = g` without x and w_up.
+
+    Args:
+      words: int32 `[M, num_tiles, slots + 1]`, see `words`: the gates g.
+      x: bf16 `[M, D]`, D a multiple of `ROW_MULTIPLE`, or None.
+      w_up: bf16 `[H, D]`, or None.
+      w_down: bf16 `[H, D]`.
+      config: of the kernel.
+      interpret: runs it in the interpreter.
+
+    Returns:
+      y, bf16 `[M, D]`; the L1 norm of h, f32 `[M]`; and the number of active neurons,
+      int32 `[M]`. A row that lost entries has a negative number, y of 0 and a norm of 0.
+    """
+    rows, num_tiles, width = words.shape
+    list_size = num_tiles * (width - 1)
+    operands = (words, w_down) if x is None else (words, x, w_up, w_down)
+    return plgpu.kernel(
+        functools.partial(
+            _kernel,
+            gated=x is not None,
+            config=config,
+            interpret=interpret is not None,
+        ),
+        out_type=(
+            jax.ShapeDtypeStruct((rows, w_down.shape[1]), w_down.dtype),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+        ),
+        grid=(num_sms() * config.ctas_per_sm,),
+        grid_names=("cta",),
+        num_threads=1,
+        thread_name="wg",
+        scratch_types=(
+            plgpu.SMEM((2, num_tiles, width), jnp.int32),
+            plgpu.SMEM((list_size,), jnp.int32),
+            plgpu.SMEM((list_size,), jnp.float32),
+            plgpu.SMEM((4,), jnp.int32),
+            plgpu.Barrier(num_arrivals=len(_pieces(num_tiles)), num_barriers=2),
+        ),
+        interpret=interpret,
+    )(*operands)
