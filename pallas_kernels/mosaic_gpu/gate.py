@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.device import num_sms
-from pallas_kernels.mosaic_gpu.epilogue import pack_tile, pack_tile_interpreted
+from pallas_kernels.mosaic_gpu.epilogue import kept_shape, pack_tile, pack_tile_interpreted
 from pallas_kernels.mosaic_gpu.words import num_tiles
 
 # Neurons of a tile: one warpgroup packs 128 columns with 128 threads.
@@ -41,14 +41,13 @@ class GateConfig:
 
     tile_m: int = 128
     tile_k: int = 64
-    stages: int = 4
+    stages: int = 3
     slots: int = 15
     grid_width: int = 8
 
 
 def _kernel(x_ref, w_ref, weight_ref, words_ref, fired_ref, *, config: GateConfig, interpret: bool):
-    rows, depth = x_ref.shape
-    neurons = w_ref.shape[0]
+    rows, neurons, depth = x_ref.shape[0], w_ref.shape[0], x_ref.shape[1]
     tile_m, tile_k = config.tile_m, config.tile_k
     width = config.slots + 1
     block_n = 2 * TILE
@@ -82,9 +81,10 @@ def _kernel(x_ref, w_ref, weight_ref, words_ref, fired_ref, *, config: GateConfi
         allocations=pipeline(nothing, nothing).get_allocations(x_ref, w_ref),
         words_smem=plgpu.SMEM((2, tile_m, width), jnp.int32),
         fired_smem=plgpu.SMEM((2, TILE), jnp.int32),
+        kept_smem=plgpu.SMEM((2, *kept_shape(tile_m, TILE)), jnp.int32),
         collective_axes="wg",
     )
-    def _(allocations, words_smem, fired_smem):
+    def _(allocations, words_smem, fired_smem, kept_smem):
         wg = lax.axis_index("wg")
 
         @plgpu.nd_loop((grid_m * grid_n,), collective_axes="sm")
@@ -105,6 +105,7 @@ def _kernel(x_ref, w_ref, weight_ref, words_ref, fired_ref, *, config: GateConfi
                         acc,
                         words_smem.at[wg],
                         fired_smem.at[wg],
+                        kept_smem.at[wg],
                         weight_ref,
                         (block_row * tile_m).astype(jnp.int32),
                         (tile * TILE).astype(jnp.int32),
@@ -112,9 +113,7 @@ def _kernel(x_ref, w_ref, weight_ref, words_ref, fired_ref, *, config: GateConfi
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(
                         words_smem.at[wg],
-                        words_ref.at[
-                            pl.ds(block_row * tile_m, tile_m), pl.ds(tile * width, width)
-                        ],
+                        words_ref.at[pl.ds(block_row * tile_m, tile_m), pl.ds(tile * width, width)],
                     )
                     plgpu.copy_smem_to_gmem(
                         fired_smem.at[wg], fired_ref.at[block_row, pl.ds(tile * TILE, TILE)]
@@ -160,6 +159,8 @@ def gate_words(
     tiles = num_tiles(neurons, TILE)
     weight = jnp.ones(rows, jnp.int32) if token_mask is None else token_mask.astype(jnp.int32)
     weight = jnp.pad(weight, (0, grid_m * config.tile_m - rows))
+    # Operands of TMA are tiled by 8 rows.
+    x, w = (jnp.pad(array, ((0, -array.shape[0] % 8), (0, 0))) for array in (x, w))
     words, fired = plgpu.kernel(
         functools.partial(_kernel, config=config, interpret=interpret is not None),
         out_type=(
