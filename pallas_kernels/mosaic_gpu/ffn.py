@@ -31,8 +31,8 @@ class FfnConfig:
       pool_rows: tokens that may overflow before the whole batch is computed densely.
     """
 
-    gate: GateConfig = GateConfig()
-    consumer: ConsumerConfig = ConsumerConfig()
+    gate: GateConfig = dataclasses.field(default_factory=GateConfig)
+    consumer: ConsumerConfig = dataclasses.field(default_factory=ConsumerConfig)
     pool_rows: int = 256
 
 
