@@ -2,21 +2,40 @@
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pallas_kernels import reference
 
 _logger = logging.getLogger(__name__)
 
-# In the order in which "auto" tries them. An operation that a backend lacks, or a
-# shape it cannot serve (the operation raises NotImplementedError while it is
-# traced), passes to the next one.
-_OPERATIONS: dict[str, dict[str, Callable]] = {
+
+class Implementation(NamedTuple):
+    """An operation on one backend.
+
+    Attributes:
+      check: raises NotImplementedError, saying why, if the backend cannot serve these
+        arguments on this machine. It takes those of `run`, and looks at shapes and dtypes
+        only. The decision is made here and nowhere else: a refusal in the midst of a trace,
+        or of a backward pass, would come too late to take another backend.
+      run: does it.
+    """
+
+    check: Callable[..., None]
+    run: Callable
+
+
+def _serves_all(*_, **__) -> None:
+    """The check of a backend that serves everything."""
+
+
+# In the order in which "auto" tries them. What a backend lacks or refuses passes to the next.
+_OPERATIONS: dict[str, dict[str, Implementation]] = {
     "mosaic_gpu": {},
     "triton": {},
     "reference": {
-        "sparse_ffn": reference.sparse_ffn,
-        "matmul_pack": reference.matmul_pack,
-        "twell_matmul": reference.twell_matmul,
+        "sparse_ffn": Implementation(_serves_all, reference.sparse_ffn),
+        "matmul_pack": Implementation(_serves_all, reference.matmul_pack),
+        "twell_matmul": Implementation(_serves_all, reference.twell_matmul),
     },
 }
 
@@ -31,11 +50,12 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend: unknown name {backend!r}; known are {', '.join(BACKENDS)}")
 
 
-def _call(backend: str, operation: str, *args, **kwargs):
-    function = _OPERATIONS[backend].get(operation)
-    if function is None:
+def _checked(backend: str, operation: str, *args, **kwargs) -> Callable:
+    implementation = _OPERATIONS[backend].get(operation)
+    if implementation is None:
         raise NotImplementedError(f"backend {backend!r} has no {operation} yet")
-    return function(*args, **kwargs)
+    implementation.check(*args, **kwargs)
+    return implementation.run
 
 
 def call(operation: str, backend: str, *args, **kwargs):
@@ -47,17 +67,17 @@ def call(operation: str, backend: str, *args, **kwargs):
     """
     check_backend(backend)
     if backend != "auto":
-        return _call(backend, operation, *args, **kwargs)
+        return _checked(backend, operation, *args, **kwargs)(*args, **kwargs)
     refusals = []
     for name in _OPERATIONS:
         try:
-            result = _call(name, operation, *args, **kwargs)
+            run = _checked(name, operation, *args, **kwargs)
         except NotImplementedError as error:
             refusals.append(str(error))
             continue
         if refusals:
             _log_once(f"{operation} runs on backend {name!r} ({'; '.join(refusals)})")
-        return result
+        return run(*args, **kwargs)
     raise NotImplementedError(f"no backend can serve {operation}: {'; '.join(refusals)}")
 
 

@@ -27,9 +27,14 @@ def sparse_ffn(
     the exact formulas, forward and backward. Gradients flow through `y` and through
     `stats.l1`, to `x` and every weight; the L1 gradient is added in f32.
 
-    A NaN or inf in one token stays in the outputs of that token, in `dx` of that
-    token, in `l1`, and in the weight gradients. `y` is computed for masked tokens
-    too: the mask concerns the statistics, and with them the gradient of `l1`.
+    `y` is computed for masked tokens too: the mask concerns the statistics, and with
+    them the gradient of `l1`.
+
+    A NaN or inf in one token stays in `y` and `dx` of that token, in `l1`, and in the
+    weight gradients of the neurons that are active on it. (The weight gradients of other
+    neurons are finite, but for the columns where x itself is not: there a backend may
+    give 0 times inf.) Weights must be finite: a backend may or may not show what is in
+    the rows of neurons that are not active.
 
     Args:
       x: `[..., D]` tokens, float32 or bfloat16.
@@ -48,9 +53,19 @@ def sparse_ffn(
       NotImplementedError: the named backend cannot serve these shapes or dtypes.
     """
     x, w_up, w_down = jnp.asarray(x), jnp.asarray(w_up), jnp.asarray(w_down)
+    w_gate = None if w_gate is None else jnp.asarray(w_gate)
+    token_mask = None if token_mask is None else jnp.asarray(token_mask)
+    check_sparse_ffn(x, w_gate, w_up, w_down, token_mask)
+    return dispatch.call("sparse_ffn", backend, x, w_gate, w_up, w_down, token_mask)
+
+
+def check_sparse_ffn(x, w_gate, w_up, w_down, token_mask) -> None:
+    """Raises ValueError naming the first argument of `sparse_ffn` that has a wrong shape or dtype.
+
+    Takes arrays; a caller that splits them over devices checks the whole ones first.
+    """
     weights = {"w_up": w_up, "w_down": w_down}
     if w_gate is not None:
-        w_gate = jnp.asarray(w_gate)
         weights = {"w_gate": w_gate, **weights}
     _check_tokens("x", x)
     for name, weight in weights.items():
@@ -61,7 +76,6 @@ def sparse_ffn(
                 f"{name}: has {weight.shape[0]} neurons (rows), w_up has {w_up.shape[0]}"
             )
     if token_mask is not None:
-        token_mask = jnp.asarray(token_mask)
         if token_mask.dtype != jnp.bool_:
             raise ValueError(f"token_mask: dtype must be bool, got {token_mask.dtype}")
         if token_mask.shape != x.shape[:-1]:
@@ -69,11 +83,12 @@ def sparse_ffn(
                 f"token_mask: shape must be {x.shape[:-1]}, that of x without its last axis, "
                 f"got {token_mask.shape}"
             )
-    return dispatch.call("sparse_ffn", backend, x, w_gate, w_up, w_down, token_mask)
 
 
 def pack(dense, *, tile: int, slots: int) -> Twell:
     """Packs the non-zero (and NaN) entries of `dense` into TwELL.
+
+    Differentiable: the gradient of a row that overflowed is NaN, as in `matmul_pack`.
 
     Args:
       dense: `[..., H]`, float32 or bfloat16.
@@ -93,7 +108,7 @@ def pack(dense, *, tile: int, slots: int) -> Twell:
 
 
 def unpack(twell: Twell) -> jax.Array:
-    """The dense matrix `[..., H]` of `twell`; rows that overflowed are NaN."""
+    """The dense matrix `[..., H]` of `twell`; rows that overflowed are NaN, with their gradient."""
     return reference.unpack(twell)
 
 
@@ -126,9 +141,10 @@ def matmul_pack(x, w, *, tile: int, slots: int, backend: str = "auto") -> Twell:
 
 
 def twell_matmul(twell: Twell, w, *, backend: str = "auto") -> jax.Array:
-    """`unpack(twell) w`, touching only the rows of `w` that the entries name.
+    """`unpack(twell) w`; the kernels touch only the rows of `w` that the entries name.
 
-    Differentiable in `twell.value` and `w`. Rows that overflowed give NaN.
+    Differentiable in `twell.value` and `w`. Rows that overflowed give NaN. The weights must
+    be finite: the reference multiplies them by the zeros, too.
 
     Args:
       twell: a packed matrix of shape `[..., H]`.

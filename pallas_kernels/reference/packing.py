@@ -13,6 +13,11 @@ from pallas_kernels.twell import Twell
 
 def pack(dense, *, tile, slots) -> Twell:
     """See `pallas_kernels.ops.pack`."""
+    return _pack(dense, tile, slots)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _pack(dense, tile, slots) -> Twell:
     num_columns = dense.shape[-1]
     num_tiles = -(-num_columns // tile)
     padding = [(0, 0)] * (dense.ndim - 1) + [(0, num_tiles * tile - num_columns)]
@@ -32,10 +37,35 @@ def pack(dense, *, tile, slots) -> Twell:
     )
 
 
+def _pack_forward(dense, tile, slots):
+    twell = _pack(dense, tile, slots)
+    return twell, twell
+
+
+def _pack_backward(tile, slots, twell, twell_bar):
+    del tile, slots
+    return (_dense_cotangent(twell, twell_bar),)
+
+
+_pack.defvjp(_pack_forward, _pack_backward)
+
+
+@jax.custom_vjp
 def unpack(twell: Twell):
     """See `pallas_kernels.ops.unpack`."""
     dense = _scatter(twell, twell.value)
     return jnp.where(twell.overflowed[..., None], jnp.nan, dense)
+
+
+def _unpack_forward(twell):
+    return unpack(twell), twell
+
+
+def _unpack_backward(twell, dense_bar):
+    return (_twell_cotangent(twell, dense_bar),)
+
+
+unpack.defvjp(_unpack_forward, _unpack_backward)
 
 
 def _scatter(twell: Twell, value):
@@ -51,14 +81,24 @@ def _scatter(twell: Twell, value):
     return dense.reshape(*leading, twell.num_columns)
 
 
-def _twell_cotangent(twell: Twell, value_bar) -> Twell:
+def _dense_cotangent(twell: Twell, twell_bar: Twell):
+    """Cotangent of the packed matrix; entries lost to overflow have none, so its row is NaN."""
+    return jnp.where(twell.overflowed[..., None], jnp.nan, _scatter(twell, twell_bar.value))
+
+
+def _twell_cotangent(twell: Twell, dense_bar) -> Twell:
+    """Cotangent of `twell` from that of its matrix `[..., num_columns]`; NaN where lost."""
+    dense_bar = jnp.where(twell.overflowed[..., None], jnp.nan, dense_bar)
+    flat_index = twell.index.reshape(*twell.shape[:-1], twell.num_tiles * twell.slots)
+    value_bar = jnp.take_along_axis(dense_bar, flat_index, axis=-1, mode="fill", fill_value=0)
+
     def no_gradient(array):
         return np.zeros(array.shape, jax.dtypes.float0)
 
     return Twell(
         count=no_gradient(twell.count),
         index=no_gradient(twell.index),
-        value=value_bar,
+        value=value_bar.reshape(twell.value.shape).astype(twell.dtype),
         num_columns=twell.num_columns,
         tile=twell.tile,
     )
@@ -78,8 +118,7 @@ def _matmul_pack_forward(x, w, tile, slots):
 def _matmul_pack_backward(tile, slots, residuals, twell_bar):
     del tile, slots
     x, w, twell = residuals
-    # Entries lost to overflow have no cotangent: the gradient of such a row is NaN.
-    product_bar = jnp.where(twell.overflowed[..., None], jnp.nan, _scatter(twell, twell_bar.value))
+    product_bar = _dense_cotangent(twell, twell_bar)
     dx = from_hidden(product_bar, w)
     return dx.astype(x.dtype), over_tokens(product_bar, x).astype(w.dtype)
 
@@ -99,12 +138,8 @@ def _twell_matmul_forward(twell, w):
 
 def _twell_matmul_backward(residuals, y_bar):
     twell, w = residuals
-    dense_bar = jnp.where(twell.overflowed[..., None], jnp.nan, to_hidden(y_bar, w))
-    flat_index = twell.index.reshape(*twell.shape[:-1], twell.num_tiles * twell.slots)
-    value_bar = jnp.take_along_axis(dense_bar, flat_index, axis=-1, mode="fill", fill_value=0)
     dw = over_tokens(unpack(twell), y_bar)
-    value_bar = value_bar.reshape(twell.value.shape).astype(twell.dtype)
-    return _twell_cotangent(twell, value_bar), dw.astype(w.dtype)
+    return _twell_cotangent(twell, to_hidden(y_bar, w)), dw.astype(w.dtype)
 
 
 twell_matmul.defvjp(_twell_matmul_forward, _twell_matmul_backward)

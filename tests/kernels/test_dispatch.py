@@ -2,10 +2,12 @@
 
 import logging
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_kernels import BACKENDS, dispatch, sparse_ffn
+from pallas_kernels import BACKENDS, dispatch, reference, sparse_ffn
 
 X, W = jnp.ones((2, 8)), jnp.ones((4, 8))
 
@@ -32,6 +34,54 @@ def test_auto_falls_through_and_says_so_once(caplog, monkeypatch):
     assert messages[0].startswith(
         "sparse_ffn runs on backend 'reference' (backend 'mosaic_gpu' has no "
     )
+
+
+@pytest.fixture
+def picky_backend(monkeypatch):
+    """A backend before all others that serves up to three tokens; the rows it was run on."""
+    served = []
+
+    def check(x, *_):
+        if x.shape[0] > 3:
+            raise NotImplementedError("'picky' serves up to 3 tokens")
+
+    def run(x, w_gate, w_up, w_down, token_mask):
+        served.append(x.shape[0])
+        return reference.sparse_ffn(x, w_gate, w_up, w_down, token_mask)
+
+    picky = {"sparse_ffn": dispatch.Implementation(check, run)}
+    monkeypatch.setattr(dispatch, "_OPERATIONS", {"picky": picky, **dispatch._OPERATIONS})
+    monkeypatch.setattr(dispatch, "BACKENDS", ("picky", *dispatch.BACKENDS))
+    return served
+
+
+def test_a_backend_refuses_before_it_is_traced(picky_backend):
+    """By shape, also under jit, in a gradient and in a map: whatever auto takes, it keeps."""
+
+    def loss(x, backend="auto"):
+        y, stats = sparse_ffn(x, W, W, W, backend=backend)
+        return jnp.sum(y) + stats.l1
+
+    few, many = jnp.ones((2, 8)), jnp.ones((5, 8))
+    for x in (few, many):
+        expected = jax.grad(lambda x: loss(x, "reference"))(x)
+        picky_backend.clear()
+        np.testing.assert_array_equal(jax.jit(jax.grad(loss))(x), expected)
+        assert picky_backend == ([2] if x is few else [])
+    jax.vmap(loss)(jnp.ones((4, 2, 8)))
+    assert picky_backend == [2]
+    with pytest.raises(NotImplementedError, match="'picky' serves up to 3 tokens"):
+        loss(many, "picky")
+
+
+def test_a_refusal_in_the_midst_of_a_trace_is_an_error(picky_backend, monkeypatch):
+    def run(*_):
+        raise NotImplementedError("too late")
+
+    late = {"sparse_ffn": dispatch.Implementation(lambda *_: None, run)}
+    monkeypatch.setitem(dispatch._OPERATIONS, "picky", late)
+    with pytest.raises(NotImplementedError, match="too late"):
+        sparse_ffn(X, W, W, W)
 
 
 def test_auto_does_not_hide_wrong_input():

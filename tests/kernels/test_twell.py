@@ -1,5 +1,7 @@
 """The TwELL format and the packed matmuls: invariants, overflow, NaN, gradients."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +66,11 @@ def test_format_invariants(drawn):
 def test_matmul_pack_and_twell_matmul(case, backend):
     """With room for every entry both matmuls equal the dense ones, NaN and inf included."""
     inputs = make_inputs(case)
-    twell = matmul_pack(inputs.x, inputs.w_gate, tile=96, slots=96, backend=backend)
+    # Room for all that any row has, and no more than the case's density asks for.
+    busiest = pack(jax.nn.relu(inputs.x @ inputs.w_gate.T), tile=96, slots=1).count.max(initial=1)
+    slots = int(min(96, busiest + 1))
+    twell = matmul_pack(inputs.x, inputs.w_gate, tile=96, slots=slots, backend=backend)
+    assert bool(twell.exact)
     x = np.asarray(inputs.x.astype(jnp.float32), np.float64)
     w_gate, w_down = (
         np.asarray(w.astype(jnp.float32), np.float64) for w in (inputs.w_gate, inputs.w_down)
@@ -98,7 +104,9 @@ def test_overflow_is_nan_in_its_row_only(backend):
     for row, number in enumerate(active):
         dense[row, tile : tile + number] = 1 + np.arange(number)
     # relu(x w') with w the identity packs exactly `dense`.
-    twell = matmul_pack(jnp.asarray(dense), jnp.eye(hidden), tile=tile, slots=slots)
+    twell = matmul_pack(
+        jnp.asarray(dense), jnp.eye(hidden), tile=tile, slots=slots, backend=backend
+    )
     np.testing.assert_array_equal(twell.count[:, 1], active)
     w = jnp.asarray(np.random.default_rng(0).normal(size=(hidden, 24)), jnp.float32)
     y = np.asarray(twell_matmul(twell, w, backend=backend))
@@ -143,9 +151,27 @@ def test_gradients_equal_autodiff(backend, dtype):
 
 
 def test_pack_is_differentiable():
-    dense = jnp.asarray([[0.0, 2.0, 0.0, -3.0, 1.0]])
+    dense = jnp.asarray([[0.0, 2.0, 0.0, -3.0, 1.0], [1.0, 1.0, 0.0, 0.0, 0.0]])
     gradient = jax.grad(lambda d: jnp.sum(unpack(pack(d, tile=2, slots=2)) ** 2))(dense)
     np.testing.assert_array_equal(gradient, 2 * dense)
+
+
+def test_gradients_of_lost_entries_are_nan():
+    """Of pack, of unpack, and of both: NaN in the row that overflowed, right in the other."""
+    dense = jnp.asarray([[0.0, 2.0, 0.0, -3.0, 1.0], [1.0, 1.0, 0.0, 0.0, 0.0]])
+    through_both = jax.grad(lambda d: unpack(pack(d, tile=2, slots=1))[0].sum())(dense)
+    of_pack = jax.grad(lambda d: pack(d, tile=2, slots=1).value[0].sum())(dense)
+    for gradient in (through_both, of_pack):
+        np.testing.assert_array_equal(gradient[0], dense[0] != 0)
+        assert np.isnan(gradient[1]).all()
+    twell = pack(dense, tile=2, slots=1)
+
+    def of_values(value):
+        return unpack(dataclasses.replace(twell, value=value))[0].sum()
+
+    value_bar = jax.grad(of_values)(twell.value)
+    np.testing.assert_array_equal(value_bar[0, :, 0], [1, 1, 1])
+    assert np.isnan(value_bar[1, 0]).all()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def ffn_truth(inputs) -> dict[str, np.ndarray]:
             "fired": support[mask].sum(axis=0),
             "num_tokens": num_tokens,
         }
-        l1_term = inputs.l1_bar * factor * np.sign(hidden) * mask[:, None]
+        l1_term = np.where(mask[:, None], inputs.l1_bar * factor * np.sign(hidden), 0.0)
         hidden_bar = np.where(support, y_bar @ w_down.T + l1_term, 0.0)
         if w_gate is None:
             up_bar = hidden_bar
@@ -46,6 +46,24 @@ def ffn_truth(inputs) -> dict[str, np.ndarray]:
         out["dw_down"] = hidden.T @ y_bar
         out["support"] = support
     return out
+
+
+def loss_truth(inputs, **moved) -> float:
+    """`sum(y y_bar) + l1_bar l1` in f64, forward only; `moved` replaces arguments by f64 arrays."""
+    wide = {
+        name: np.asarray(array.astype(jnp.float32), np.float64)
+        for name in ("x", "w_gate", "w_up", "w_down", "y_bar")
+        if (array := getattr(inputs, name)) is not None
+    } | moved
+    up = wide["x"] @ wide["w_up"].T
+    gate = up if inputs.w_gate is None else wide["x"] @ wide["w_gate"].T
+    hidden = np.maximum(gate, 0) * (1 if inputs.w_gate is None else up)
+    per_token = np.abs(hidden).sum(axis=-1)
+    mask = np.ones(per_token.shape, bool)
+    if inputs.token_mask is not None:
+        mask = np.asarray(inputs.token_mask)
+    l1 = per_token[mask].sum() / max(mask.sum(), 1)
+    return float(np.sum(hidden @ wide["w_down"] * wide["y_bar"]) + inputs.l1_bar * l1)
 
 
 def naive_ffn(x, w_gate, w_up, w_down, token_mask):
