@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from twell_jax import Attention, DenseFFN, RMSNorm, SparseFFN, Transformer, TransformerConfig
-from twell_jax.modules import apply_rope, positions_in_segments
+from twell_jax.modules import apply_rope, attention, positions_in_segments
 from twell_jax.modules.attention import select_implementation
 from twell_jax.modules.config import REMAT_POLICIES
 
@@ -103,19 +103,43 @@ def test_grouped_queries_equal_repeated_keys():
 
 def test_qkv_bias():
     assert make().blocks[0].attention.query.bias is None
-    attention = make(qkv_bias=True).blocks[0].attention
-    assert attention.query.bias is not None
-    assert attention.value.bias is not None
-    assert attention.out.bias is None
+    biased = make(qkv_bias=True).blocks[0].attention
+    assert biased.query.bias is not None
+    assert biased.value.bias is not None
+    assert biased.out.bias is None
 
 
-def test_attention_implementation(monkeypatch):
-    assert select_implementation("xla", 64, jnp.bfloat16) == "xla"
-    assert select_implementation("auto", 64, jnp.bfloat16) == "xla"
+def test_head_dim_may_differ():
+    model = make(head_dim=16)
+    assert model.blocks[0].attention.query.kernel.shape == (32, 64)
+    assert model.blocks[0].attention.key.kernel.shape == (32, 32)
+    assert model.blocks[0].attention.out.kernel.shape == (64, 32)
+    assert np.isfinite(model(TOKENS)[0]).all()
+
+
+def test_attention_implementation(monkeypatch, caplog):
+    call = {"head_dim": 64, "dtype": jnp.bfloat16, "length": 12, "masked": True}
+    assert select_implementation("xla", **call) == "xla"
+    assert select_implementation("auto", **call) == "xla"
+    assert not caplog.records
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert select_implementation("auto", 64, jnp.bfloat16) == "cudnn"
-    assert select_implementation("auto", 64, jnp.float32) == "xla"
-    assert select_implementation("auto", 256, jnp.bfloat16) == "xla"
+    monkeypatch.setattr(attention, "_logged", set())
+    monkeypatch.setattr(attention, "_compute_capability", lambda: 8.0)
+    assert select_implementation("auto", **call) == "cudnn"
+    assert select_implementation("auto", **{**call, "length": 13, "masked": False}) == "cudnn"
+    for change, reason in (
+        ({"dtype": jnp.float32}, "dtype float32"),
+        ({"head_dim": 256}, "head_dim 256, only multiples of 8 up to 128"),
+        ({"head_dim": 12}, "head_dim 12"),
+        ({"length": 13}, "an odd length, 13"),
+    ):
+        for _ in range(2):
+            assert select_implementation("auto", **{**call, **change}) == "xla"
+        (record,) = caplog.records
+        assert reason in record.message
+        caplog.clear()
+    monkeypatch.setattr(attention, "_compute_capability", lambda: 9.0)
+    assert select_implementation("auto", **{**call, "head_dim": 256}) == "cudnn"
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -161,6 +185,24 @@ def test_remat_changes_nothing(remat, gated):
     )
 
 
+@pytest.mark.parametrize("changes", [{}, {"ffn": "dense", "activation": "silu"}])
+def test_remat_recomputes_what_it_says(changes):
+    """Number of matmuls in a gradient: "ffn" spares gate and up of every layer."""
+
+    def matmuls(remat):
+        graph, params = nnx.split(make(remat=remat, **changes))
+
+        def loss(params):
+            return jnp.sum(nnx.merge(graph, params)(TOKENS)[0])
+
+        return jax.jit(jax.grad(loss)).lower(params).as_text().count("stablehlo.dot_general")
+
+    # Of a block: 4 projections, 2 of attention itself, and gate and up; a block's last matmul
+    # is not needed to recompute its inside.
+    assert matmuls("full") - matmuls("ffn") == 2 * CONFIG.num_layers
+    assert matmuls("ffn") > matmuls("none")
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_dense_relu_equals_sparse(gated):
     sparse = SparseFFN(32, 48, gated=gated, dtype=jnp.float32, rngs=nnx.Rngs(3))
@@ -193,15 +235,17 @@ def test_rms_norm():
     np.testing.assert_allclose(np.sqrt(np.mean(y**2, axis=-1)), 2.0, rtol=2**-8)
 
 
-def test_residual_stream_keeps_its_scale():
-    """Initial activations neither grow nor vanish with depth."""
-    for num_layers in (2, 12):
+def test_what_blocks_add_does_not_grow_with_depth():
+    """Without the scale of `residual_init` 16 layers would add 2.8 times as much as 2."""
+    added = {}
+    for num_layers in (2, 16):
         model = make(num_layers=num_layers, hidden_size=64)
-        x = model.embedding(TOKENS)
+        first = x = model.embedding(TOKENS)
         positions = jnp.broadcast_to(jnp.arange(12), TOKENS.shape)
         for block in model.blocks:
             x, _ = block(x, positions, None, None)
-        assert 0.1 < float(jnp.sqrt(jnp.mean(x**2))) < 3
+        added[num_layers] = float(jnp.sqrt(jnp.mean((x - first) ** 2)))
+    assert 0.7 < added[16] / added[2] < 1.4, added
 
 
 @pytest.mark.parametrize(
@@ -214,11 +258,30 @@ def test_residual_stream_keeps_its_scale():
         ({"remat": "some"}, "remat: must be one of none, full, dots, ffn, got 'some'"),
         ({"dtype": "float16"}, "dtype: must be one of float32, bfloat16"),
         ({"num_layers": 0}, "num_layers: must be at least 1"),
+        ({"rope_theta": 0.0}, "rope_theta: must be greater than 0"),
+        ({"norm_eps": -1.0}, "norm_eps: must be greater than 0"),
     ],
 )
 def test_wrong_configuration_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)
+
+
+def test_wrong_arguments_of_the_parts_are_named():
+    rngs = nnx.Rngs(0)
+    for wrong, message in (
+        (lambda: Attention(30, 4, rngs=rngs), "num_heads: must divide hidden_size = 30"),
+        (lambda: Attention(32, 4, num_kv_heads=3, rngs=rngs), "num_kv_heads: must divide"),
+        (lambda: Attention(32, 4, head_dim=5, rngs=rngs), "head_dim: .* even size, got 5"),
+        (
+            lambda: Attention(32, 4, implementation="flash", rngs=rngs),
+            "implementation: must be one of auto, xla, cudnn, got 'flash'",
+        ),
+        (lambda: SparseFFN(8, 16, backend="cuda", rngs=rngs), "backend: must be one of auto, mos"),
+        (lambda: DenseFFN(8, 16, activation="tanh", rngs=rngs), "activation: must be one of relu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
 
 
 def test_wrong_input_is_named():

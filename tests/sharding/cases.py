@@ -16,10 +16,13 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from tests.training.helpers import make_config, write_data
 from twell_jax.errors import ConfigError
-from twell_jax.sharding import batch_sharding, shardings
+from twell_jax.modules import SparseFFN
+from twell_jax.sharding import batch_sharding, make_mesh, shardings
 from twell_jax.training.loop import train
 from twell_jax.training.metrics import read_metrics
 from twell_jax.training.revive import revive_dead_neurons
@@ -54,14 +57,14 @@ def make_batch():
     }
 
 
+def auto_mesh(shape):
+    """Of the first devices."""
+    return make_mesh(shape, devices=jax.devices()[: int(np.prod(shape))])
+
+
 def on_mesh(shape, config, function):
     """(fresh state, result of `function(state, batch)`, HLO) on a mesh of the first devices."""
-    devices = jax.devices()[: int(np.prod(shape))]
-    mesh = jax.sharding.Mesh(
-        np.asarray(devices).reshape(shape),
-        ("data", "fsdp", "tensor"),
-        axis_types=(jax.sharding.AxisType.Auto,) * 3,
-    )
+    mesh = auto_mesh(shape)
     with jax.set_mesh(mesh):
         layout = shardings(mesh, abstract_state(config))
         state = initial_state(config, layout)
@@ -223,6 +226,76 @@ def what_does_not_divide_is_refused(folder):
     assert not list(folder.iterdir())
 
 
+def sums_over_devices_are_made_in_f32(_):
+    """With bf16 parts: rounded before the sum, a gradient would lose a bit a doubling."""
+    config = sharded_config()
+    config.model.dtype = "bfloat16"
+    step = make_train_step(config)
+    for shape in ((8, 1, 1), (1, 8, 1), (2, 2, 2)):
+        mesh = auto_mesh(shape)
+        with jax.set_mesh(mesh):
+            layout = shardings(mesh, abstract_state(config))
+            batch = jax.device_put(make_batch(), batch_sharding(mesh))
+            lowered = jax.jit(step, out_shardings=(layout, None)).lower(
+                initial_state(config, layout), batch
+            )
+        # What XLA is given, before it may widen a sum by itself, as it does on CPUs.
+        sums = re.findall(r"\"?stablehlo.all_reduce.*?\) : \((.*?)\) ->", lowered.as_text(), re.S)
+        assert len(sums) >= 3 * config.model.num_layers
+        assert not [kind for kind in sums if "bf16" in kind], sums
+
+
+def modules_work_inside_a_shard_map_of_the_user(_):
+    """A layer on each device's own tokens, as in someone's data-parallel loop."""
+    layer = SparseFFN(32, 64, dtype=jax.numpy.float32, backend="reference", rngs=nnx.Rngs(0))
+    graph, params = nnx.split(layer)
+    x = jax.random.normal(jax.random.key(0), (16, 4, 32))
+
+    def loss(params, x):
+        y, stats = nnx.merge(graph, params)(x)
+        return jax.numpy.sum(y**2) + stats.l1
+
+    expected_loss, expected = jax.value_and_grad(
+        lambda p: sum(loss(p, part) for part in np.split(np.asarray(x), 8))
+    )(params)
+    mesh = auto_mesh((8, 1, 1))
+
+    def on_device(params, x):
+        params = jax.lax.pcast(params, ("data",), to="varying")
+        value, gradient = jax.value_and_grad(loss)(params, x)
+        return jax.lax.psum((value, gradient), "data")
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(on_device, in_specs=(P(), P("data")), out_specs=P())
+        value, gradient = jax.jit(mapped)(params, x)
+    np.testing.assert_allclose(value, expected_loss, rtol=1e-5)
+    assert_same_tree(gradient, expected, 1e-5)
+
+
+def wrong_meshes_and_shapes_are_named(_):
+    layer = SparseFFN(32, 60, backend="reference", rngs=nnx.Rngs(0))
+    x = np.zeros((16, 4, 32), np.float32)
+    explicit = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with (
+        jax.set_mesh(explicit),
+        pytest.raises(ValueError, match="axis 'data' is Explicit"),
+    ):
+        layer(x)
+    with (
+        jax.set_mesh(auto_mesh((1, 1, 8))),
+        pytest.raises(ValueError, match="w_up: 60 neurons do not divide over the 8 devices"),
+    ):
+        layer(x)
+    with (
+        jax.set_mesh(auto_mesh((2, 2, 2))),
+        pytest.raises(ValueError, match="has 32 columns, but the last axis of x has 31"),
+    ):
+        layer(x[..., 1:])
+    for shape in ((0, 1, 1), (-1, -1, 1), (-2, 1, 1)):
+        with pytest.raises(ValueError, match="sizes must be at least 1, or one of them -1"):
+            make_mesh(shape)
+
+
 CASES = {
     case.__name__: case
     for case in (
@@ -232,6 +305,9 @@ CASES = {
         reviving_is_the_same_on_every_mesh,
         runs_continue_on_other_meshes,
         what_does_not_divide_is_refused,
+        sums_over_devices_are_made_in_f32,
+        modules_work_inside_a_shard_map_of_the_user,
+        wrong_meshes_and_shapes_are_named,
     )
 }
 

@@ -1,20 +1,46 @@
 """Causal grouped-query self-attention."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from twell_jax.errors import ConfigError
+from twell_jax.modules.config import ATTENTION_IMPLEMENTATIONS, check_choice
 from twell_jax.modules.initializers import linear_init
 from twell_jax.modules.rope import apply_rope
 
+_logger = logging.getLogger(__name__)
+_logged: set[str] = set()
 
-def select_implementation(name: str, head_dim: int, dtype) -> str:
-    """Resolves "auto": cuDNN on a GPU where its flash attention serves the heads, else XLA."""
+
+def select_implementation(name: str, *, head_dim: int, dtype, length: int, masked: bool) -> str:
+    """Resolves "auto": cuDNN on a GPU where its flash attention serves the call, else XLA.
+
+    Says once why a GPU does not get cuDNN.
+    """
     if name != "auto":
         return name
-    # cuDNN's flash attention: 16-bit dtypes, head widths in multiples of 8 up to 128.
-    served = dtype == jnp.bfloat16 and head_dim % 8 == 0 and head_dim <= 128
-    return "cudnn" if jax.default_backend() == "gpu" and served else "xla"
+    if jax.default_backend() != "gpu":
+        return "xla"
+    largest = 256 if _compute_capability() >= 9.0 else 128
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        reason = f"dtype {jnp.dtype(dtype)}"
+    elif head_dim % 8 or head_dim > largest:
+        reason = f"head_dim {head_dim}, only multiples of 8 up to {largest}"
+    elif masked and length % 2:
+        reason = f"an odd length, {length}, with a mask"
+    else:
+        return "cudnn"
+    if reason not in _logged:
+        _logged.add(reason)
+        _logger.warning("attention runs on XLA: cuDNN does not serve %s", reason)
+    return "xla"
+
+
+def _compute_capability() -> float:
+    return float(jax.devices()[0].compute_capability)
 
 
 def segment_mask(segment_ids: jax.Array) -> jax.Array:
@@ -40,9 +66,38 @@ class Attention(nnx.Module):
         out_init=linear_init,
         rngs: nnx.Rngs,
     ):
-        """Creates the four projections; `implementation` is "auto", "xla" or "cudnn"."""
+        """Creates the four projections.
+
+        Args:
+          hidden_size: width of the inputs and outputs.
+          num_heads: query heads.
+          num_kv_heads: key and value heads, a divisor of `num_heads`; by default as many.
+          head_dim: width of a head, even; by default `hidden_size / num_heads`.
+          qkv_bias: biases on the query, key and value projections.
+          rope_theta: base of the rotary frequencies.
+          implementation: "xla", "cudnn", or "auto", which takes cuDNN on a GPU where it can.
+          dtype: of the computation.
+          param_dtype: of the parameters.
+          out_init: initialiser of the output projection.
+          rngs: of the initial parameters.
+
+        Raises:
+          ConfigError: heads do not divide, or `implementation` is not known.
+        """
+        check_choice("implementation", implementation, ATTENTION_IMPLEMENTATIONS)
         num_kv_heads = num_kv_heads or num_heads
+        if num_heads % num_kv_heads:
+            raise ConfigError(
+                f"num_kv_heads: must divide num_heads = {num_heads}, got {num_kv_heads}"
+            )
+        if not head_dim and hidden_size % num_heads:
+            raise ConfigError(
+                f"num_heads: must divide hidden_size = {hidden_size} where head_dim is not set, "
+                f"got {num_heads}"
+            )
         head_dim = head_dim or hidden_size // num_heads
+        if head_dim % 2:
+            raise ConfigError(f"head_dim: rotary embeddings need an even size, got {head_dim}")
 
         def linear(inputs, outputs, use_bias, kernel_init):
             return nnx.Linear(
@@ -90,6 +145,12 @@ class Attention(nnx.Module):
             value,
             mask=mask,
             is_causal=True,
-            implementation=select_implementation(self.implementation, self.head_dim, query.dtype),
+            implementation=select_implementation(
+                self.implementation,
+                head_dim=self.head_dim,
+                dtype=query.dtype,
+                length=x.shape[1],
+                masked=mask is not None,
+            ),
         )
         return self.out(attended.reshape(*x.shape[:-1], -1))

@@ -33,6 +33,12 @@ def check_at_least(field: str, value, minimum) -> None:
         raise ConfigError(f"{field}: must be at least {minimum}, got {value}")
 
 
+def check_positive(field: str, value) -> None:
+    """Raises ConfigError naming the field."""
+    if not value > 0:
+        raise ConfigError(f"{field}: must be greater than 0, got {value}")
+
+
 # Not frozen, so that flags can override fields; hashed by value, as JAX needs it.
 @dataclasses.dataclass(unsafe_hash=True)
 class TransformerConfig:
@@ -47,7 +53,8 @@ class TransformerConfig:
       num_kv_heads: key and value heads, a divisor of `num_heads`; 0 means `num_heads`.
       head_dim: width of a head, even; 0 means `hidden_size / num_heads`.
       ffn: "sparse" (ReLU gate, activation statistics) or "dense" (the usual layer).
-      activation: of the dense layer; the sparse one is always "relu".
+      activation: of the dense layer, "relu", "silu" or "gelu" (its tanh form); the sparse
+        one is always "relu".
       gated: whether the feed-forward layer has a gate.
       qkv_bias: biases on the query, key and value projections, as in Qwen2.
       tie_embeddings: the head uses the token embedding.
@@ -104,6 +111,8 @@ class TransformerConfig:
                 f"{prefix}head_dim: rotary embeddings need an even size, "
                 f"got {self.resolved_head_dim}"
             )
+        check_positive(f"{prefix}rope_theta", self.rope_theta)
+        check_positive(f"{prefix}norm_eps", self.norm_eps)
         check_choice(f"{prefix}ffn", self.ffn, FFN_KINDS)
         check_choice(f"{prefix}activation", self.activation, ACTIVATIONS)
         if self.ffn == "sparse" and self.activation != "relu":

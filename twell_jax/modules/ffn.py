@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import FfnStats
+from pallas_kernels import BACKENDS, FfnStats
 from twell_jax.modules.config import ACTIVATIONS, check_choice
 from twell_jax.modules.initializers import linear_init, row_init
 from twell_jax.modules.sharded_ffn import sharded_sparse_ffn
@@ -30,7 +31,10 @@ def _cast_weights(module):
 
 
 class SparseFFN(nnx.Module):
-    """`(relu(x Wg') * (x Wu')) Wd` (or `relu(x Wu') Wd`), at a cost that falls with sparsity.
+    """`(relu(x Wg') * (x Wu')) Wd`, or `relu(x Wu') Wd`, with its activation statistics.
+
+    How fast the zeros of the activation make it is up to the backend: the reference, the only
+    one on CPUs, costs what a dense layer costs.
 
     To make it sparse, add `coefficient * stats.l1` to the loss, averaged over layers.
     The weights are neuron-major, `[intermediate_size, hidden_size]`.
@@ -49,6 +53,7 @@ class SparseFFN(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """`backend`: one of `pallas_kernels.BACKENDS`; `down_init`: initialiser of `w_down`."""
+        check_choice("backend", backend, BACKENDS)
         _create_weights(
             self, hidden_size, intermediate_size, gated, dtype, param_dtype, down_init, rngs
         )
@@ -89,7 +94,7 @@ class DenseFFN(nnx.Module):
         down_init=linear_init,
         rngs: nnx.Rngs,
     ):
-        """`activation`: "relu", "silu" or "gelu"; `down_init`: initialiser of `w_down`."""
+        """`activation`: "relu", "silu" or "gelu" (its tanh form); `down_init`: of `w_down`."""
         check_choice("activation", activation, ACTIVATIONS)
         _create_weights(
             self, hidden_size, intermediate_size, gated, dtype, param_dtype, down_init, rngs
@@ -102,8 +107,10 @@ class DenseFFN(nnx.Module):
         activation = getattr(jax.nn, self.activation)
         w_gate, w_up, w_down = _cast_weights(self)
         x = x.astype(self.dtype)
+        # The names that remat="ffn" saves.
+        up = checkpoint_name(x @ w_up.T, "ffn_up")
         if w_gate is None:
-            hidden = activation(x @ w_up.T)
+            hidden = activation(up)
         else:
-            hidden = activation(x @ w_gate.T) * (x @ w_up.T)
+            hidden = activation(checkpoint_name(x @ w_gate.T, "ffn_gate")) * up
         return hidden @ w_down, None

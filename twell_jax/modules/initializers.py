@@ -15,7 +15,7 @@ row_init = nnx.initializers.variance_scaling(
 def residual_init(num_layers: int):
     """For `[inputs, outputs]` weights that write to the residual stream.
 
-    Variance is divided by the number of writers, two a block, so that the stream keeps
-    its scale at any depth (GPT-2).
+    Variance is divided by the number of writers, two a block, so that what all of them
+    together add to the stream does not grow with depth (GPT-2).
     """
     return nnx.initializers.variance_scaling(0.5 / num_layers, "fan_in", "truncated_normal")

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import FfnStats, sparse_ffn
-from twell_jax.sharding import TENSOR, TOKEN_AXES, active_axes, dividing_axes
+from pallas_kernels.ops import check_sparse_ffn
+from twell_jax.sharding import TENSOR, TOKEN_AXES, active_axes, axis_size, dividing_axes, gather
 
 
 def sharded_sparse_ffn(
@@ -18,37 +19,65 @@ def sharded_sparse_ffn(
     Tokens are split along the first axis of x over the token axes of the mesh, neurons
     over its tensor axis; weights are gathered over fsdp, `y` is summed over tensor.
     Statistics are those of all devices, weighted by tokens. A backend sees local shapes
-    only. Without a mesh (`jax.set_mesh`) this is the plain call.
+    only. Without a mesh (`jax.set_mesh`) this is the plain call, as it is inside a
+    `jax.shard_map` of the caller's own.
+
+    Sums over devices, of y and of all gradients, are made in f32 and rounded once.
+
+    Raises:
+      ValueError: an argument has a wrong shape or dtype, or the neurons do not divide over
+        the mesh.
     """
+    check_sparse_ffn(x, w_gate, w_up, w_down, token_mask)
     # A single token, or a batch that does not divide, is computed on every device.
     token_axes = dividing_axes(TOKEN_AXES, x.shape[0]) if x.ndim > 1 else ()
     neuron_axes = active_axes((TENSOR,))
     if not token_axes and not neuron_axes:
         return sparse_ffn(x, w_gate, w_up, w_down, token_mask=token_mask, backend=backend)
+    if w_up.shape[0] % axis_size(neuron_axes):
+        raise ValueError(
+            f"w_up: {w_up.shape[0]} neurons do not divide over the {axis_size(neuron_axes)} "
+            f"devices of mesh axis {TENSOR!r}"
+        )
     if token_mask is None:
         token_mask = jnp.ones(x.shape[:-1], bool)
     tokens, neurons = P(token_axes or None), P(neuron_axes or None)
+
+    def widened(array, spec=None):
+        # Gathered in the narrow dtype. Then f32 on the way in, and the narrow dtype again on
+        # each device: no work forward, and backward it makes the sum over devices an f32 one.
+        if spec is not None and array is not None:
+            array = gather(array, spec)
+        return None if array is None else array.astype(jnp.float32)
+
     return jax.shard_map(
         functools.partial(
-            _local_ffn, token_axes=token_axes, neuron_axes=neuron_axes, backend=backend
+            _local_ffn,
+            dtype=x.dtype,
+            token_axes=token_axes,
+            neuron_axes=neuron_axes,
+            backend=backend,
         ),
         in_specs=(tokens, neurons, neurons, neurons, tokens),
         out_specs=(tokens, FfnStats(l1=P(), l0=P(), fired=neurons, num_tokens=P())),
-    )(x, w_gate, w_up, w_down, token_mask)
+    )(widened(x), *(widened(w, neurons) for w in (w_gate, w_up, w_down)), token_mask)
 
 
-def _local_ffn(x, w_gate, w_up, w_down, token_mask, *, token_axes, neuron_axes, backend):
+def _local_ffn(x, w_gate, w_up, w_down, token_mask, *, dtype, token_axes, neuron_axes, backend):
     # What one device computes depends on its tokens and its neurons. Saying so makes the
     # transpose sum weight gradients over token axes, and dx over neuron axes.
     def varying(array, axes):
         return array if array is None or not axes else jax.lax.pcast(array, axes, to="varying")
 
+    def narrow(array):
+        return None if array is None else array.astype(dtype)
+
     # Counted before the mask is marked as varying: all neuron shards count the same tokens.
     num_tokens = jax.lax.psum(jnp.sum(token_mask, dtype=jnp.int32), token_axes)
     factor = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
 
-    w_gate, w_up, w_down = (varying(w, token_axes) for w in (w_gate, w_up, w_down))
-    x, token_mask = varying(x, neuron_axes), varying(token_mask, neuron_axes)
+    w_gate, w_up, w_down = (narrow(varying(w, token_axes)) for w in (w_gate, w_up, w_down))
+    x, token_mask = narrow(varying(x, neuron_axes)), varying(token_mask, neuron_axes)
     y, stats = sparse_ffn(x, w_gate, w_up, w_down, token_mask=token_mask, backend=backend)
 
     def global_mean(mean):
@@ -61,4 +90,6 @@ def _local_ffn(x, w_gate, w_up, w_down, token_mask, *, token_axes, neuron_axes, 
         fired=jax.lax.psum(stats.fired, token_axes),
         num_tokens=num_tokens,
     )
-    return jax.lax.psum(y, neuron_axes), global_stats
+    if neuron_axes:
+        y = narrow(jax.lax.psum(y.astype(jnp.float32), neuron_axes))
+    return y, global_stats

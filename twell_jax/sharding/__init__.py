@@ -71,13 +71,16 @@ def make_mesh(
       abstract_devices: makes an abstract mesh of so many devices instead.
 
     Raises:
-      ValueError: the sizes do not multiply to the number of devices.
+      ValueError: a size is neither -1 nor at least 1, two are -1, or they do not multiply to
+        the number of devices.
     """
+    sizes = ", ".join(f"{name}={size}" for name, size in zip(MESH_AXES, shape, strict=True))
+    if any(size < 1 and size != -1 for size in shape) or shape.count(-1) > 1:
+        raise ValueError(f"mesh: sizes must be at least 1, or one of them -1, got {sizes}")
     num_devices = abstract_devices or len(devices or jax.devices())
     fixed = math.prod(size for size in shape if size != -1)
     filled = tuple(num_devices // fixed if size == -1 else size for size in shape)
     if math.prod(filled) != num_devices:
-        sizes = ", ".join(f"{name}={size}" for name, size in zip(MESH_AXES, shape, strict=True))
         raise ValueError(f"mesh: {sizes} does not make {num_devices} devices")
     types = (AxisType.Auto,) * len(MESH_AXES)
     if abstract_devices is not None:
@@ -103,9 +106,30 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def active_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of `axes` along which the mesh in use (`jax.set_mesh`) has several devices."""
+    """Those of `axes` along which the mesh in use (`jax.set_mesh`) has several devices.
+
+    Inside a `jax.shard_map` over an axis that axis is not there: each device sees its part.
+
+    Raises:
+      ValueError: one of them is Explicit, which the modules do not support.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    several = [axis for axis in axes if mesh.shape.get(axis, 1) > 1]
+    for axis in several:
+        if kinds[axis] == AxisType.Explicit:
+            raise ValueError(
+                f"mesh: axis {axis!r} is Explicit, the modules of twell_jax need Auto; make the "
+                "mesh with twell_jax.sharding.make_mesh, or give jax.make_mesh "
+                "axis_types=(jax.sharding.AxisType.Auto, ...)"
+            )
+    return tuple(axis for axis in several if kinds[axis] == AxisType.Auto)
+
+
+def axis_size(axes: tuple[str, ...]) -> int:
+    """Devices of the mesh in use along `axes` together."""
     sizes = jax.sharding.get_abstract_mesh().shape
-    return tuple(axis for axis in axes if sizes.get(axis, 1) > 1)
+    return math.prod(sizes[axis] for axis in axes)
 
 
 def constrain_tokens(x: jax.Array) -> jax.Array:
@@ -114,13 +138,12 @@ def constrain_tokens(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(axes)) if axes else x
 
 
-def gather(x: jax.Array) -> jax.Array:
-    """All of `x` on every device of the mesh in use, if there is one."""
-    return jax.lax.with_sharding_constraint(x, P()) if active_axes(MESH_AXES) else x
+def gather(x: jax.Array, spec: P = P()) -> jax.Array:  # noqa: B008
+    """`x` split over the mesh in use as `spec` says, by default not at all, if there is a mesh."""
+    return jax.lax.with_sharding_constraint(x, spec) if active_axes(MESH_AXES) else x
 
 
 def dividing_axes(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
     """The active ones of `axes`, if together they divide `size`; else none."""
     axes = active_axes(axes)
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return axes if axes and size % math.prod(sizes[axis] for axis in axes) == 0 else ()
+    return axes if axes and size % axis_size(axes) == 0 else ()

@@ -3,16 +3,11 @@
 import dataclasses
 
 from twell_jax.errors import ConfigError
-from twell_jax.modules.config import TransformerConfig, check_at_least, check_choice
+from twell_jax.modules.config import TransformerConfig, check_at_least, check_choice, check_positive
 from twell_jax.sharding import DATA, FSDP, MESH_AXES, TENSOR
 
 STDLIB = "stdlib"
 ON_NONFINITE = ("stop", "skip")
-
-
-def _check_positive(field, value):
-    if not value > 0:
-        raise ConfigError(f"{field}: must be greater than 0, got {value}")
 
 
 def _check_share(field, value):
@@ -96,11 +91,11 @@ class OptimizerConfig:
 
     def validate(self, prefix: str) -> None:
         """Raises ConfigError naming the first wrong field."""
-        _check_positive(f"{prefix}learning_rate", self.learning_rate)
+        check_positive(f"{prefix}learning_rate", self.learning_rate)
         check_at_least(f"{prefix}warmup_steps", self.warmup_steps, 0)
         for field in ("final_learning_rate_ratio", "b1", "b2"):
             _check_share(f"{prefix}{field}", getattr(self, field))
-        _check_positive(f"{prefix}eps", self.eps)
+        check_positive(f"{prefix}eps", self.eps)
         check_at_least(f"{prefix}weight_decay", self.weight_decay, 0)
         check_at_least(f"{prefix}clip_norm", self.clip_norm, 0)
 
@@ -131,7 +126,7 @@ class L1Config:
         check_at_least(f"{prefix}warmup_steps", self.warmup_steps, 0)
         check_at_least(f"{prefix}target_l0", self.target_l0, 0)
         if self.target_l0:
-            _check_positive(f"{prefix}min_coefficient", self.min_coefficient)
+            check_positive(f"{prefix}min_coefficient", self.min_coefficient)
             check_at_least(f"{prefix}max_coefficient", self.max_coefficient, self.min_coefficient)
             if not self.min_coefficient <= self.coefficient <= self.max_coefficient:
                 raise ConfigError(

@@ -50,7 +50,9 @@ def linear_cross_entropy(
     axes = dividing_axes(TOKEN_AXES, features.shape[0])
 
     def local_losses(features, head, targets, loss_mask):
-        head = _varying(head, axes)
+        # f32 up to here, though its values are those of the narrow dtype: so the sum of its
+        # gradient over devices is an f32 one.
+        head = _varying(head, axes).astype(features.dtype)
         sums = _summed_losses(features, head, targets, loss_mask, z_loss, chunk_tokens, axes)
         return jax.lax.psum(sums, axes) if axes else sums
 
@@ -63,7 +65,7 @@ def linear_cross_entropy(
             out_specs=P(),
             axis_names=set(axes),
         )
-    total, cross_entropy = local_losses(features, head, targets, loss_mask)
+    total, cross_entropy = local_losses(features, head.astype(jnp.float32), targets, loss_mask)
     return TokenLosses(total, jax.lax.stop_gradient(cross_entropy))
 
 
