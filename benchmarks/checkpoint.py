@@ -19,6 +19,7 @@ from absl import app, flags
 
 from benchmarks.results import append_row
 from benchmarks.trainer import Trainer, spread
+from twell_jax.data import store
 from twell_jax.data.pipeline import training_dataset
 from twell_jax.environment import describe_environment
 from twell_jax.errors import UserError
@@ -45,7 +46,7 @@ def measure(config, folder: pathlib.Path) -> dict:
     )
     batch = jax.device_put(next(batches))
     trainer.run(lambda: batch, 5)
-    checkpointer = Checkpointer(folder, config.checkpoint)
+    checkpointer = Checkpointer(folder, config.checkpoint, store.fingerprint(config.data.path))
     undisturbed, after, waits, copies = [], [], [], []
     for number in range(_SAVES.value):
         undisturbed += trainer.run(lambda: batch, _STEPS.value)

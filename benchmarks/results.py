@@ -3,6 +3,7 @@
 import datetime
 import json
 import pathlib
+import subprocess
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -40,9 +41,13 @@ def state_commit(environment: dict, commit: str) -> dict:
     """The environment of a run on a copy of the files of `commit`, made without the commit.
 
     Raises:
-      ValueError: the environment names another commit, whose files were not changed.
+      ValueError: the environment names another commit, whose files were not changed, or this
+        repository has no such commit.
     """
     seen = environment["commit"]
     if seen not in (None, commit) and not seen.endswith("-modified"):
         raise ValueError(f"the row says that commit {seen} was measured, not {commit}")
+    command = ["git", "-C", str(RESULTS.parent), "cat-file", "-e", f"{commit}^{{commit}}"]
+    if len(commit) < 12 or subprocess.run(command, capture_output=True, check=False).returncode:
+        raise ValueError(f"no commit {commit} (give at least 12 digits)")
     return {**environment, "commit": commit}

@@ -25,7 +25,9 @@ from twell_jax.training.flags import define_config_flag, parse_flags
 from twell_jax.training.state import count_params
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds of both kinds of steps.", lower_bound=5)
-_STEPS = flags.DEFINE_integer("steps", 10, "Steps of a kind in a round.", lower_bound=1)
+_STEPS = flags.DEFINE_integer(
+    "steps", 40, "Steps of a kind in a round; many more than are read ahead.", lower_bound=1
+)
 _PROFILE = flags.DEFINE_bool("profile", False, "Also profile the kernels of a few steps.")
 _LABEL = flags.DEFINE_string("label", "", "What is measured, in a few words.")
 _OUTPUT = flags.DEFINE_string(

@@ -44,6 +44,7 @@ def paper_config(num_layers: int) -> Config:
         optimizer=OptimizerConfig(
             learning_rate=1e-3, warmup_steps=600, b1=0.9, b2=0.95, weight_decay=0.1, clip_norm=1.0
         ),
+        # Where the controller starts.
         l1=L1Config(coefficient=2e-5, warmup_steps=600, target_l0=30.0),
         train=TrainConfig(
             num_steps=30_000, batch_size=2**20 // sequence_length, micro_batch_size=16

@@ -2,17 +2,28 @@
 
 import importlib.metadata
 import pathlib
+import platform
 import shutil
 import subprocess
 
 import jax
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "jax-triton", "triton")
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "tokenizers",
+    "jax-triton",
+    "triton",
+)
 
 
 def describe_environment() -> dict:
     """`device`, `device_count`, `driver`, `versions` by package, and `commit` (None if unknown)."""
-    versions = {}
+    versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

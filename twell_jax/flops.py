@@ -2,9 +2,15 @@
 
 from twell_jax.modules import TransformerConfig
 
-# Dense bf16 tensor-core rates in FLOP/s, from the vendor's datasheets (SXM parts), by a
-# part of the device's name.
-_PEAK_FLOPS = {"H200": 989.5e12, "H100": 989.5e12, "A100": 312e12}
+# Dense bf16 tensor-core rates in FLOP/s, from the vendor's datasheets, by a part of the
+# device's name; the first that fits.
+_PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200": 989.5e12,
+    "H100": 989.5e12,
+    "A100": 312e12,
+}
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -120,15 +120,15 @@ def test_epochs_are_permutations(folder):
     assert (other["inputs"] != batches[0]["inputs"]).any()
 
 
-@pytest.mark.parametrize("process_count", [2, 4])
-def test_processes_share_each_global_batch(folder, process_count):
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_parts_make_up_each_global_batch(folder, num_parts):
     whole = take(training_dataset(folder, **OPTIONS), 70)
     parts = [
         take(
-            training_dataset(folder, **OPTIONS, process_index=index, process_count=process_count),
+            training_dataset(folder, **OPTIONS, part=index, num_parts=num_parts),
             70,
         )
-        for index in range(process_count)
+        for index in range(num_parts)
     ]
     for step, batch in enumerate(whole):
         shares = [rows_of([part[step]]) for part in parts]
@@ -164,8 +164,8 @@ def test_unusable_data_is_named(folder, tmp_path):
         store.TokenStream(tmp_path, "train")
     with pytest.raises(ValueError, match="no split 'test'"):
         store.TokenStream(folder, "test")
-    with pytest.raises(ValueError, match="batch_size: 8 does not divide among 3 processes"):
-        training_dataset(folder, **OPTIONS, process_count=3)
+    with pytest.raises(ValueError, match="batch_size: 8 does not divide into 3 parts"):
+        training_dataset(folder, **OPTIONS, num_parts=3)
     write_split_folder(tmp_path, {"train": 40_000})
     (tmp_path / "train-00001.array_record").unlink()
     with pytest.raises(ValueError, match="shards named in the manifest are missing"):

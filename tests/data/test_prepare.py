@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import re
 import subprocess
 import sys
 
@@ -17,6 +18,9 @@ from twell_jax.data.preparation import PrepareOptions, prepare
 from twell_jax.data.tokenizer import load_tokenizer, split_text
 from twell_jax.data.windows import TokenWindows
 from twell_jax.errors import DataError
+
+# Of the document in its first words.
+NUMBER = re.compile(r"Chapter (\d+)\n")
 
 TEXTS = [f"Chapter {i}\n\nA line of chapter {i}.\nAnd <|endoftext|> ünïcode." for i in range(40)]
 
@@ -59,11 +63,13 @@ def test_a_damaged_archive_is_an_error(tmp_path):
 def test_broken_records_name_file_and_line(tmp_path):
     path = tmp_path / "a.jsonl"
     lines = ['{"text": "good"}', "{bad", '{"other": 1}', '{"text": 5}', "[1]", '{"text": "end"}']
+    lines.append('{"text": "half \\ud800"}')
     path.write_text("\n".join(lines) + "\n")
     records = read(path)
     assert texts_of(r for r in records if not isinstance(r, BrokenRecord)) == ["good", "end"]
     broken = [r for r in records if isinstance(r, BrokenRecord)]
-    assert [b.place for b in broken] == [f"{path}:{n}" for n in (2, 3, 4, 5)]
+    assert [b.place for b in broken] == [f"{path}:{n}" for n in (2, 3, 4, 5, 7)]
+    assert "half of a surrogate pair" in broken[4].reason
     assert "not JSON" in broken[0].reason
     assert "no field 'text'" in broken[1].reason
     assert "is int, not a string" in broken[2].reason
@@ -83,6 +89,9 @@ def test_parquet(tmp_path):
     assert records[1].place == f"{path}:2"
     (missing,) = read(path)
     assert missing.reason == "no column 'text'; it has body"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"a\.parquet: not a whole parquet file"):
+        read(path, text_field="body")
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +148,41 @@ def test_nothing_is_overwritten_or_left_behind(prepared, tmp_path):
     with pytest.raises(ValueError, match=r"validation_fraction: 0\.005 of 40 documents"):
         prepare(none_held_out, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_that_truncates_and_pads_does_not(prepared, tmp_path):
+    """As published tokenizers of encoders do."""
+    folder, options, manifest = prepared
+    tokenizer = load_tokenizer(folder / "out" / store.TOKENIZER)
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    cutting = PrepareOptions(
+        inputs=options.inputs,
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        validation_fraction=0.1,
+    )
+    assert prepare(cutting, tmp_path / "out")["splits"] == manifest["splits"]
+
+
+@pytest.mark.parametrize(("fraction", "held_out"), [(0.1, 4), (0.3, 12), (0.5, 20), (0.025, 1)])
+def test_the_share_that_is_held_out(prepared, tmp_path, fraction, held_out):
+    _, options, _ = prepared
+    # Documents are cut, too: none is in both splits.
+    cut = PrepareOptions(
+        inputs=options.inputs,
+        vocab_size=300,
+        validation_fraction=fraction,
+        max_document_tokens=16,
+    )
+    prepare(cut, tmp_path / "out")
+    train, validation = (
+        {int(n) for text in documents_of(tmp_path / "out", split) for n in NUMBER.findall(text)}
+        for split in store.SPLITS
+    )
+    assert len(validation) == held_out
+    assert train | validation == set(range(40))
+    assert not train & validation
 
 
 def test_long_documents_are_cut(prepared, tmp_path):

@@ -1,6 +1,7 @@
 """Damaged checkpoints, full disks, and what a resumed run may change."""
 
 import dataclasses
+import json
 import shutil
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from absl import logging
 
 from tests.training.helpers import make_config
+from twell_jax.data.store import MANIFEST, fingerprint
 from twell_jax.errors import ConfigError
 from twell_jax.training.checkpoint import Checkpointer, CheckpointError, check_same_config
 from twell_jax.training.loop import train
@@ -84,7 +86,7 @@ def test_a_half_written_checkpoint_is_not_seen(copy):
     config, workdir = copy
     folder = workdir / "checkpoints"
     shutil.copytree(folder / "12", folder / "16.orbax-checkpoint-tmp")
-    checkpointer = Checkpointer(folder, config.checkpoint)
+    checkpointer = Checkpointer(folder, config.checkpoint, fingerprint(config.data.path))
     assert checkpointer.latest_step() == 12
     _, data_state, step = checkpointer.restore_latest(abstract_state(config), config)
     checkpointer.close()
@@ -96,13 +98,32 @@ def test_everything_comes_back_bit_for_bit(data_path, tmp_path):
     config = make_config(data_path)
     state = initial_state(config)
     state = jax.tree.map(lambda leaf: leaf + leaf.dtype.type(3), state)
-    checkpointer = Checkpointer(tmp_path / "c", config.checkpoint)
+    checkpointer = Checkpointer(tmp_path / "c", config.checkpoint, "some data")
     checkpointer.save(3, state, {"next_index": 3}, config)
     checkpointer.wait()
     restored, data_state, step = checkpointer.restore_latest(abstract_state(config), config)
     checkpointer.close()
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert (data_state, step) == ({"next_index": 3}, 3)
+
+
+def test_the_data_may_move_but_not_change(finished, copy, tmp_path):
+    _, original = finished
+    config, workdir = copy
+    shutil.rmtree(workdir / "checkpoints" / "12")
+    moved = tmp_path / "moved"
+    shutil.copytree(config.data.path, moved)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(moved)))
+    train(config, workdir)
+    assert losses(workdir) == losses(original)
+
+    manifest = json.loads((moved / MANIFEST).read_text())
+    manifest["splits"]["train"]["documents"] += 1
+    (moved / MANIFEST).write_text(json.dumps(manifest))
+    config.train.num_steps = 14
+    with pytest.raises(ConfigError, match=r"--config\.data\.path: .* not the data that the run"):
+        train(config, workdir)
+    assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["12", "4", "8"]
 
 
 def test_a_failed_save_ends_the_run_and_loses_nothing(data_path, tmp_path, monkeypatch):
@@ -133,6 +154,7 @@ def test_a_failed_save_ends_the_run_and_loses_nothing(data_path, tmp_path, monke
         ("train", {"num_steps": 99}, True),
         ("train", {"micro_batch_size": 4}, True),
         ("model", {"remat": "full"}, True),
+        ("data", {"path": "elsewhere"}, True),
         ("train", {"batch_size": 4}, False),
         ("train", {"seed": 1}, False),
         ("model", {"num_layers": 3}, False),

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import pathlib
+import signal
 
 import jax
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.training.helpers import make_config
-from twell_jax.data.store import TokenStream
+from twell_jax.data.store import TokenStream, fingerprint
 from twell_jax.data.windows import TokenWindows
 from twell_jax.errors import ConfigError
 from twell_jax.training.checkpoint import Checkpointer
@@ -30,7 +32,9 @@ def finished(data_path, tmp_path_factory):
 
 
 def final_state(config, workdir):
-    checkpointer = Checkpointer(pathlib.Path(workdir) / "checkpoints", config.checkpoint)
+    checkpointer = Checkpointer(
+        pathlib.Path(workdir) / "checkpoints", config.checkpoint, fingerprint(config.data.path)
+    )
     state, data_state, _ = checkpointer.restore_latest(abstract_state(config), config)
     checkpointer.close()
     return state, data_state
@@ -43,8 +47,13 @@ def rows_without_speed(workdir):
     ]
 
 
-def assert_same_run(config, workdir, other):
-    assert rows_without_speed(workdir) == rows_without_speed(other)
+def assert_same_run(config, workdir, other, ordered=True):
+    rows, other_rows = rows_without_speed(workdir), rows_without_speed(other)
+    if not ordered:
+        rows, other_rows = (
+            sorted(r, key=lambda row: (row["step"], row["kind"])) for r in (rows, other_rows)
+        )
+    assert rows == other_rows
     state, data_state = final_state(config, workdir)
     other_state, other_data_state = final_state(config, other)
     jax.tree.map(np.testing.assert_array_equal, state, other_state)
@@ -108,6 +117,8 @@ def test_cuts_at_any_step_change_nothing(data_path, tmp_path, monkeypatch):
     config.train.revive_every_steps = 4
     config.train.dead_after_steps = 2
     config.l1.target_l0 = 10.0
+    config.l1.coefficient = config.l1.max_coefficient = 10.0  # kills some neurons at once
+    config.optimizer.learning_rate = 0.1
     config.train.num_steps = 13
     windows = len(TokenWindows(TokenStream(str(data_path), "train"), 40))
     epoch_end = windows // config.train.batch_size
@@ -122,8 +133,57 @@ def test_cuts_at_any_step_change_nothing(data_path, tmp_path, monkeypatch):
             )
             with pytest.raises(StoppedBySignalError):
                 train(config, tmp_path / "cut")
-    assert train(config, tmp_path / "cut")["step"] == 13
+    summary = train(config, tmp_path / "cut")
+    assert summary["step"] == 13
     assert_same_run(config, tmp_path / "whole", tmp_path / "cut")
+    revived = [row for row in read_metrics(tmp_path / "whole") if row["kind"] == "revive"]
+    assert [row["step"] for row in revived] == [4, 8, 12]
+    totals = np.sum([row["num_revived"] for row in revived], axis=0)
+    assert totals.sum() > 0
+    np.testing.assert_array_equal(summary["training"]["num_revived"], totals)
+
+
+def test_a_stop_where_an_evaluation_is_due_loses_no_row(finished, tmp_path, monkeypatch):
+    config, workdir, _ = finished
+    with monkeypatch.context() as patched:
+        patched.setattr(_Run, "_agree_to_stop", lambda self, stop, step: 15 * (step == 6))
+        with pytest.raises(StoppedBySignalError):
+            train(config, tmp_path)
+    # And a process that dies before its summary is written leaves no second row.
+    with monkeypatch.context() as patched:
+        patched.setattr(_Run, "_report", lambda *_: {})
+        train(config, tmp_path)
+    train(config, tmp_path)
+    assert_same_run(config, workdir, tmp_path, ordered=False)
+
+
+def test_a_signal_while_evaluating_stops_at_once(finished, tmp_path, monkeypatch):
+    """Everything is saved then."""
+    config, workdir, _ = finished
+    evaluate = _Run._evaluate
+
+    def signalled(self, step, state, metrics):
+        if step == 12:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(self, step, state, metrics)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Run, "_evaluate", signalled)
+        with pytest.raises(
+            StoppedBySignalError, match="SIGTERM: stopped; nothing was left to save"
+        ):
+            train(config, tmp_path)
+    train(config, tmp_path)
+    assert_same_run(config, workdir, tmp_path)
+
+
+def test_what_the_summary_says_of_the_training(finished):
+    _, workdir, summary = finished
+    last = [row for row in read_metrics(workdir) if row["kind"] == "train"][-1]
+    tail = summary["training"]["last_tenth"]
+    assert tail["l0"] == last["l0"]
+    assert tail["dead_fraction"] == last["dead_fraction"]
+    assert summary["training"]["num_revived"] is None
 
 
 def test_a_longer_run_continues_a_finished_one(finished, tmp_path):
@@ -174,6 +234,11 @@ def test_a_non_finite_loss_stops_the_run(data_path, tmp_path):
     assert f"Last good checkpoint: {tmp_path / 'checkpoints' / '1'}" in str(error.value)
 
     config.train.on_nonfinite = "skip"
+    config.train.max_skipped_in_a_row = 5
+    message = r"step 6: loss .* those of the 4 steps before\. Last good checkpoint: .*/checkpoints/"
+    with pytest.raises(NonFiniteError, match=message):
+        train(config, tmp_path)
+    config.train.max_skipped_in_a_row = 20
     summary = train(config, tmp_path)
     assert summary["step"] == 12
     assert summary["num_skipped"] == 11

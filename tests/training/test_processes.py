@@ -72,6 +72,25 @@ def test_two_processes_train_one_model(data_path, tmp_path):
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["step"] == 14
 
 
+def test_a_tensor_axis_that_spans_processes(data_path, tmp_path):
+    """Both processes then hold the same examples, and must read the same ones."""
+    config = make_config(data_path)
+    config.model.vocab_size = 260
+    config.mesh.tensor = 2
+    codes, written = finish(start_two(write_config(tmp_path, config), tmp_path / "two"))
+    assert codes == [0, 0], written
+    config.mesh.tensor = 1
+    file = write_config(tmp_path, config)
+    assert run(f"--config={file}", f"--workdir={tmp_path / 'one'}").returncode == 0
+    one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
+    for name in ("loss", "l1", "l0", "grad_norm"):
+        np.testing.assert_allclose(
+            [row[name] for row in two if row["kind"] == "train"],
+            [row[name] for row in one if row["kind"] == "train"],
+            rtol=1e-3,
+        )
+
+
 def test_a_signal_to_one_process_stops_both(data_path, tmp_path):
     config = make_config(data_path)
     config.train.num_steps = 100_000

@@ -57,6 +57,8 @@ def test_dead_neurons_start_anew(data_path, gated):
     # They fire, and their down rows learn.
     later, metrics = step(revived, batch)
     assert metrics["dead_fraction"][0] == 0
+    fired_now = np.asarray(later.steps_since_fired[0, 5:15]) == 0
+    assert fired_now.mean() > 0.5
     assert np.abs(later.params["blocks"][0]["ffn"]["w_down"][5:15]).max() > 0
 
 

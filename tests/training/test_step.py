@@ -49,11 +49,14 @@ def assert_same_step(actual, expected, rtol=1e-5):
     assert float(optax.tree.norm(difference)) <= rtol * scale
 
 
-@pytest.mark.parametrize("real_tokens", [(1, 16, 3, 16), (16, 16, 16, 16), (0, 0, 5, 16)])
-def test_accumulation_weighs_tokens(data_path, real_tokens):
+@pytest.mark.parametrize(
+    ("length", "real_tokens"),
+    [(128, (1, 127)), (16, (1, 16, 3, 16)), (16, (16, 16, 16, 16)), (16, (0, 0, 5, 16))],
+)
+def test_accumulation_weighs_tokens(data_path, length, real_tokens):
     config = make_config(data_path)
-    config.train.batch_size = 4
-    batch = batch_with(real_tokens)
+    config.train.batch_size = len(real_tokens)
+    batch = batch_with(real_tokens, length)
     whole = step_with(config, batch)
     assert np.isfinite(whole[1]["loss"])
     for size in (1, 2):
@@ -98,14 +101,15 @@ def test_loss_is_cross_entropy_plus_penalties(data_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-@pytest.mark.parametrize("chunk_tokens", [0, 1, 12, 1000])
+@pytest.mark.parametrize("chunk_tokens", [0, 1, 12, 20, 1000])
 def test_linear_cross_entropy(dtype, z_loss, chunk_tokens):
     """Against optax on whole logits, differentiated by JAX, in f32."""
     keys = jax.random.split(jax.random.key(0), 4)
-    features = jax.random.normal(keys[0], (3, 10, 16)).astype(dtype)
+    # A length that is prime: the last chunk is filled up.
+    features = jax.random.normal(keys[0], (3, 11, 16)).astype(dtype)
     head = jax.random.normal(keys[1], (40, 16)).astype(dtype)
-    targets = jax.random.randint(keys[2], (3, 10), 0, 40)
-    mask = jax.random.bernoulli(keys[3], 0.7, (3, 10))
+    targets = jax.random.randint(keys[2], (3, 11), 0, 40)
+    mask = jax.random.bernoulli(keys[3], 0.7, (3, 11))
 
     def chunked(features, head):
         losses = linear_cross_entropy(

@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import pathlib
+import re
 import zlib
 from collections.abc import Iterator
 
@@ -15,6 +16,10 @@ FORMATS = ("auto", "text", "jsonl", "parquet")
 TEXT_DOCUMENTS = ("file", "paragraph", "line")
 
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+
+
+# JSON can spell out what no UTF-8 text can hold.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +119,23 @@ def _read_jsonl(path, text_field) -> Iterator[Document | BrokenRecord]:
         elif not isinstance(record[text_field], str):
             kind = type(record[text_field]).__name__
             yield BrokenRecord(place, f"field {text_field!r} is {kind}, not a string")
+        elif _SURROGATE.search(record[text_field]):
+            yield BrokenRecord(place, f"field {text_field!r} has half of a surrogate pair")
         else:
             yield Document(record[text_field], place)
 
 
 def _read_parquet(path, text_field) -> Iterator[Document | BrokenRecord]:
+    import pyarrow
     import pyarrow.parquet  # slow to import, and only parquet inputs need it
 
-    file = pyarrow.parquet.ParquetFile(path)
+    try:
+        yield from _parquet_records(pyarrow.parquet.ParquetFile(path), path, text_field)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a whole parquet file: {error}") from error
+
+
+def _parquet_records(file, path, text_field) -> Iterator[Document | BrokenRecord]:
     if text_field not in file.schema_arrow.names:
         yield BrokenRecord(
             str(path), f"no column {text_field!r}; it has {', '.join(file.schema_arrow.names)}"

@@ -21,14 +21,14 @@ def training_dataset(
     sequence_length: int,
     batch_size: int,
     seed: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    part: int = 0,
+    num_parts: int = 1,
 ) -> grain.IterDataset:
     """An endless stream of batches, shuffled anew by `seed` in every epoch.
 
     The global batch of step s is elements `[s * batch_size, (s + 1) * batch_size)` of the
-    shuffled, repeated windows, whatever the number of processes; process p reads every
-    `process_count`-th of them, from the p-th on. The state of its iterator is the number
+    shuffled, repeated windows, whatever the number of processes; part p of it is every
+    `num_parts`-th of them, from the p-th on. The state of its iterator is the number
     of the next batch.
 
     Args:
@@ -36,22 +36,22 @@ def training_dataset(
       sequence_length: tokens of an example.
       batch_size: examples of a global batch.
       seed: of the shuffle.
-      process_index: number of this process.
-      process_count: number of processes; must divide `batch_size`.
+      part: number of the part of every batch that is read here.
+      num_parts: parts that a batch is read in; must divide `batch_size`.
 
     Raises:
       DataError: the data is unusable, or the batch does not divide.
     """
-    if batch_size % process_count:
-        raise DataError(f"batch_size: {batch_size} does not divide among {process_count} processes")
+    if batch_size % num_parts:
+        raise DataError(f"batch_size: {batch_size} does not divide into {num_parts} parts")
     windows = TokenWindows(TokenStream(path, "train"), sequence_length)
     return (
         grain.MapDataset.range(len(windows))
         .seed(seed)
         .shuffle()
         .repeat()
-        .slice(slice(process_index, None, process_count))
-        .batch(batch_size // process_count)
+        .slice(slice(part, None, num_parts))
+        .batch(batch_size // num_parts)
         .map(windows.batch)
         .to_iter_dataset(_READ_OPTIONS)
     )

@@ -1,6 +1,7 @@
 """Turns text into a folder of token shards; `twell_jax.prepare` is its command line."""
 
 import dataclasses
+import fractions
 import hashlib
 import itertools
 import json
@@ -34,8 +35,8 @@ class PrepareOptions:
       text_field: field or column of the text.
       text_documents: one of `documents.TEXT_DOCUMENTS`.
       max_document_tokens: longer documents are cut into several; 0 cuts none.
-      validation_fraction: share of the documents that is held out, every
-        `1 / validation_fraction`-th one.
+      validation_fraction: share of the documents that is held out, spread evenly over all.
+        A document that is cut is held out whole.
     """
 
     inputs: tuple[str, ...]
@@ -134,14 +135,16 @@ def _write(options, source, tokenizer, separator_id, folder) -> dict:
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     writers = {split: store.SplitWriter(folder, split, dtype) for split in store.SPLITS}
     number = 0
-    period = round(1 / options.validation_fraction)
+    # As it was written, so that 0.1 is a tenth.
+    fraction = fractions.Fraction(str(options.validation_fraction))
     for batch in itertools.batched(source.read("tokenizing"), _BATCH_DOCUMENTS):
         texts = [document.text for document in batch]
         for ids in tokenizers.encode_documents(tokenizer, texts):
+            held_out = int((number + 1) * fraction) > int(number * fraction)
+            writer = writers["validation" if held_out else "train"]
+            number += 1
             for piece in _cut(ids, options.max_document_tokens):
-                split = "validation" if number % period == period - 1 else "train"
-                writers[split].write(np.asarray([*piece, separator_id]))
-                number += 1
+                writer.write(np.asarray([*piece, separator_id]))
     for writer in writers.values():
         writer.close()
     splits = {split: writer.manifest() for split, writer in writers.items()}
@@ -149,8 +152,7 @@ def _write(options, source, tokenizer, separator_id, folder) -> dict:
     if not splits["validation"]["documents"]:
         raise ValueError(
             f"validation_fraction: {options.validation_fraction:g} of {number} documents holds "
-            "none out; raise it, or make smaller documents with text_documents or "
-            "max_document_tokens"
+            "none out; raise it, or make smaller documents with text_documents"
         )
     # The tokenizer spells out special tokens in texts; one loaded from the file must not.
     tokenizer.encode_special_tokens = False

@@ -8,6 +8,7 @@ the tokens: the separator's id alone does not tell, since a text may spell it ou
 """
 
 import functools
+import hashlib
 import json
 import pathlib
 
@@ -141,6 +142,13 @@ class TokenStream:
             begins = begins + offset
             starts[begins[(begins >= 0) & (begins < last - first)]] = True
         return tokens, starts
+
+
+def fingerprint(folder: str | pathlib.Path) -> str:
+    """Identifies the content of a prepared folder, wherever it lies: a hash of its manifest,
+    which has those of the inputs and of the tokenizer."""
+    manifest = json.dumps(read_manifest(folder), sort_keys=True)
+    return hashlib.sha256(manifest.encode()).hexdigest()
 
 
 def read_manifest(folder: str | pathlib.Path) -> dict:

@@ -45,13 +45,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, show_progress: boo
 
 
 def load_tokenizer(path: pathlib.Path) -> Tokenizer:
-    """Loads a tokenizer file in the JSON format of the `tokenizers` library."""
+    """Loads a tokenizer file in the JSON format of the `tokenizers` library.
+
+    Truncation and padding, which such a file may ask for, are turned off: text would be lost.
+    """
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(
             f"{path}: not a tokenizer file of the tokenizers library: {error}"
         ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def find_separator(tokenizer: Tokenizer, name: str = "") -> tuple[str, int]:

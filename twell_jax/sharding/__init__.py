@@ -105,6 +105,30 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, partition_spec(("batch",)))
 
 
+def batch_share(sharding: NamedSharding, batch_size: int) -> tuple[int, int]:
+    """(number, count): this process reads part `number` of the `count` parts of every batch.
+
+    Processes whose devices hold the same examples, as along a tensor axis that spans them,
+    read the same part.
+
+    Raises:
+      ValueError: the examples of two processes overlap in part.
+    """
+    rows_of_process = {}
+    for device, index in sharding.devices_indices_map((batch_size,)).items():
+        rows = range(batch_size)[index[0]]
+        rows_of_process.setdefault(device.process_index, set()).update(rows)
+    parts = sorted({tuple(sorted(rows)) for rows in rows_of_process.values()})
+    if sum(len(part) for part in parts) != batch_size:
+        raise ValueError(
+            "mesh: examples are not split evenly over processes; make data * fsdp a multiple of "
+            f"their number or a divisor of it, got {dict(sharding.mesh.shape)} on "
+            f"{len(rows_of_process)} processes"
+        )
+    mine = tuple(sorted(rows_of_process[jax.process_index()]))
+    return parts.index(mine), len(parts)
+
+
 def active_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     """Those of `axes` along which the mesh in use (`jax.set_mesh`) has several devices.
 

@@ -15,8 +15,10 @@ import threading
 import zlib
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
+from jax.experimental import multihost_utils
 
 from twell_jax.errors import ConfigError, UserError
 from twell_jax.training.config import CheckpointConfig, Config
@@ -25,12 +27,14 @@ from twell_jax.training.state import TrainState
 # Fields that a resumed run may change: they do not alter the training so far. (A new
 # number of steps bends the rest of the learning-rate schedule.)
 MAY_CHANGE = (
+    "data.path",  # the data itself is compared by its fingerprint
     "log.",
     "checkpoint.",
     "mesh.",
     "model.attention",
     "model.ffn_backend",
     "model.remat",
+    "train.max_skipped_in_a_row",
     "train.micro_batch_size",
     "train.num_steps",
     "train.on_nonfinite",
@@ -47,9 +51,13 @@ class CheckpointError(UserError):
 class Checkpointer:
     """Saves and restores (state, data position) by step, in the background."""
 
-    def __init__(self, folder: pathlib.Path, config: CheckpointConfig):
-        """Creates `folder` if it does not exist."""
+    def __init__(self, folder: pathlib.Path, config: CheckpointConfig, data_fingerprint: str):
+        """Creates `folder` if it does not exist.
+
+        `data_fingerprint` says which data the run trains on, see `store.fingerprint`.
+        """
         self.folder = folder.resolve()
+        self._data_fingerprint = data_fingerprint
         self._keep = config.keep
         self._manager = self._new_manager()
         self._sealing: threading.Thread | None = None
@@ -83,7 +91,9 @@ class Checkpointer:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(_as_dict(state)),
-                    data=ocp.args.JsonSave(data_state),
+                    data=ocp.args.JsonSave(
+                        {"position": data_state, "fingerprint": self._data_fingerprint}
+                    ),
                     config=ocp.args.JsonSave(dataclasses.asdict(config)),
                 ),
             )
@@ -101,21 +111,27 @@ class Checkpointer:
           config: of the run that wants to go on.
 
         Raises:
-          ConfigError: the checkpoint was made by a run that `config` does not continue.
+          ConfigError: the checkpoint was made by a run that `config` does not continue, or on
+            other data.
           CheckpointError: all checkpoints are damaged.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         for step in steps:
-            try:
-                self._check_seal(step)
-                state, data_state = self._restore(step, abstract, config)
-            except ConfigError:
-                raise
-            except Exception as error:  # Orbax and TensorStore raise many kinds
-                logging.warning("checkpoint %s is damaged: %s", self.path(step), error)
+            restored, damage = None, self._broken_seal(step)
+            if not _any_process(bool(damage)):
+                try:
+                    restored = self._restore(step, abstract, config)
+                except (ConfigError, MemoryError, jax.errors.JaxRuntimeError):
+                    raise  # not the fault of the files
+                except Exception as error:  # Orbax and TensorStore raise many kinds
+                    damage = f"{type(error).__name__}: {error}"
+            # One process that cannot read it speaks for all: they must go on from the same step.
+            if _any_process(bool(damage)):
+                damage = damage or "another process cannot read it"
+                logging.warning("checkpoint %s is damaged: %s", self.path(step), damage)
                 continue
             self._move_aside([damaged for damaged in steps if damaged > step])
-            return state, data_state, step
+            return *restored, step
         if steps:
             raise CheckpointError(
                 f"none of the checkpoints {steps} in {self.folder} can be read; the warnings "
@@ -132,7 +148,13 @@ class Checkpointer:
                 state=ocp.args.StandardRestore(_as_dict(abstract)), data=ocp.args.JsonRestore()
             ),
         )
-        return TrainState(**restored["state"]), restored["data"]
+        if restored["data"]["fingerprint"] != self._data_fingerprint:
+            raise ConfigError(
+                f"--config.data.path: the data in {config.data.path} is not the data that the "
+                f"run in {self.folder.parent} was trained on; its folder may move, but not "
+                "change. Use another --workdir for a new run"
+            )
+        return TrainState(**restored["state"]), restored["data"]["position"]
 
     def wait(self) -> None:
         """Returns when every save is on disk.
@@ -176,12 +198,18 @@ class Checkpointer:
         except Exception as error:  # the save itself failed, or its folder is gone: see `wait`
             logging.warning("checkpoint of step %d could not be sealed: %s", step, error)
 
-    def _check_seal(self, step: int) -> None:
-        """Raises CheckpointError if files differ from the seal. Without one, Orbax is trusted:
-        the process ended between the checkpoint and its seal."""
+    def _broken_seal(self, step: int) -> str:
+        """What is wrong if files differ from the seal, else "". Without one, Orbax is trusted:
+        the process ended between the checkpoint and its seal. Process 0 looks for all."""
+        if jax.process_index() != 0:
+            return ""
         seal = self.path(step) / _SEAL
-        if seal.is_file() and json.loads(seal.read_text()) != _checksums(self.path(step)):
-            raise CheckpointError("its files do not match their checksums")
+        try:
+            if seal.is_file() and json.loads(seal.read_text()) != _checksums(self.path(step)):
+                return "its files do not match their checksums"
+        except (OSError, ValueError) as error:
+            return f"its checksums cannot be read: {error}"
+        return ""
 
     def _move_aside(self, steps: list[int]) -> None:
         """Frees the names of damaged checkpoints, and keeps what is in them."""
@@ -195,6 +223,12 @@ class Checkpointer:
                 self.path(step).rename(target / f"{step}-{number}")
         self._manager.close()
         self._manager = self._new_manager()
+
+
+def _any_process(condition: bool) -> bool:
+    if jax.process_count() == 1:
+        return condition
+    return bool(np.any(multihost_utils.process_allgather(np.bool_(condition))))
 
 
 def _checksums(folder: pathlib.Path) -> dict[str, int]:

@@ -93,8 +93,11 @@ class OptimizerConfig:
         """Raises ConfigError naming the first wrong field."""
         check_positive(f"{prefix}learning_rate", self.learning_rate)
         check_at_least(f"{prefix}warmup_steps", self.warmup_steps, 0)
-        for field in ("final_learning_rate_ratio", "b1", "b2"):
-            _check_share(f"{prefix}{field}", getattr(self, field))
+        _check_share(f"{prefix}final_learning_rate_ratio", self.final_learning_rate_ratio)
+        for field in ("b1", "b2"):
+            decay = getattr(self, field)
+            if not 0 <= decay < 1:
+                raise ConfigError(f"{prefix}{field}: must be from 0 to below 1, got {decay}")
         check_positive(f"{prefix}eps", self.eps)
         check_at_least(f"{prefix}weight_decay", self.weight_decay, 0)
         check_at_least(f"{prefix}clip_norm", self.clip_norm, 0)
@@ -150,7 +153,9 @@ class TrainConfig:
         over a vocabulary of 49,152 takes 1.6 GB. 0 holds those of the whole micro-batch.
       on_nonfinite: what a step with a NaN or inf in its loss or gradient does, after its
         update was discarded: "stop" the run, or "skip" the step and go on.
-      dead_after_steps: a neuron that has not fired for so many steps counts as dead.
+      max_skipped_in_a_row: so many skipped steps without a good one between end the run.
+      dead_after_steps: a neuron that has not fired on any token of so many steps counts as
+        dead: a window of that many times `batch_size * data.sequence_length` tokens.
       revive_every_steps: steps between revivals of dead neurons, see
         `twell_jax.training.revive`; 0 revives none.
     """
@@ -162,6 +167,7 @@ class TrainConfig:
     z_loss: float = 0.0
     loss_chunk_tokens: int = 8192
     on_nonfinite: str = "stop"
+    max_skipped_in_a_row: int = 20
     dead_after_steps: int = 100
     revive_every_steps: int = 0
 
@@ -170,6 +176,7 @@ class TrainConfig:
         check_at_least(f"{prefix}num_steps", self.num_steps, 1)
         check_at_least(f"{prefix}batch_size", self.batch_size, 1)
         check_at_least(f"{prefix}micro_batch_size", self.micro_batch_size, 0)
+        check_at_least(f"{prefix}seed", self.seed, 0)
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise ConfigError(
                 f"{prefix}micro_batch_size: must divide batch_size = {self.batch_size}, "
@@ -178,6 +185,7 @@ class TrainConfig:
         check_at_least(f"{prefix}z_loss", self.z_loss, 0)
         check_at_least(f"{prefix}loss_chunk_tokens", self.loss_chunk_tokens, 0)
         check_choice(f"{prefix}on_nonfinite", self.on_nonfinite, ON_NONFINITE)
+        check_at_least(f"{prefix}max_skipped_in_a_row", self.max_skipped_in_a_row, 1)
         check_at_least(f"{prefix}dead_after_steps", self.dead_after_steps, 1)
         check_at_least(f"{prefix}revive_every_steps", self.revive_every_steps, 0)
 

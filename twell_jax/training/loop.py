@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from twell_jax.console import console
 from twell_jax.data import store
@@ -18,7 +19,7 @@ from twell_jax.data.stdlib import stdlib_files
 from twell_jax.environment import describe_environment
 from twell_jax.errors import ConfigError
 from twell_jax.flops import peak_flops, train_flops_per_token
-from twell_jax.sharding import batch_sharding, make_mesh, shardings
+from twell_jax.sharding import batch_sharding, batch_share, make_mesh, shardings
 from twell_jax.training import report
 from twell_jax.training.checkpoint import Checkpointer
 from twell_jax.training.clock import StepClock
@@ -58,7 +59,9 @@ def train(config: Config, workdir: str | pathlib.Path) -> dict:
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     data_path = _find_data(config, workdir)
-    checkpointer = Checkpointer(workdir / "checkpoints", config.checkpoint)
+    checkpointer = Checkpointer(
+        workdir / "checkpoints", config.checkpoint, store.fingerprint(data_path)
+    )
     try:
         with jax.set_mesh(mesh):
             return _Run(config, workdir, data_path, mesh, checkpointer).run()
@@ -109,31 +112,42 @@ class _Run:
         self.is_primary = jax.process_index() == 0
         self.batch_sharding = batch_sharding(mesh)
         self.state_shardings = shardings(mesh, abstract_state(config))
+        # Numbers that the host reads are on every device: a process can read its own only.
+        everywhere = NamedSharding(mesh, PartitionSpec())
         self.train_step = jax.jit(
             make_train_step(config),
-            out_shardings=(self.state_shardings, None),
+            out_shardings=(self.state_shardings, everywhere),
             donate_argnums=0,
         )
         self.revive = jax.jit(
             lambda state: revive_dead_neurons(config, state),
-            out_shardings=(self.state_shardings, None),
+            out_shardings=(self.state_shardings, everywhere),
             donate_argnums=0,
         )
-        self.eval_step = jax.jit(make_eval_step(config))
+        self.eval_step = jax.jit(make_eval_step(config), out_shardings=everywhere)
+        try:
+            part, num_parts = batch_share(self.batch_sharding, config.train.batch_size)
+        except ValueError as error:
+            raise ConfigError(f"--config.mesh: {error}") from None
         self.batches = iter(
             training_dataset(
                 data_path,
                 sequence_length=config.data.sequence_length,
                 batch_size=config.train.batch_size,
                 seed=config.train.seed,
-                process_index=jax.process_index(),
-                process_count=jax.process_count(),
+                part=part,
+                num_parts=num_parts,
             )
         )
         self.clock = StepClock()
+        self.skipped_in_a_row = 0
 
     def run(self) -> dict:
         """Everything from the newest checkpoint, or the beginning, to the summary."""
+        with StopSignals() as stop:
+            return self._run(stop)
+
+    def _run(self, stop: StopSignals) -> dict:
         num_steps = self.config.train.num_steps
         state, step = self._restore()
         summary_path = self.workdir / report.SUMMARY_FILE
@@ -154,7 +168,11 @@ class _Run:
         )
         metrics = MetricsWriter(self.workdir, resumed_step=step, writes=self.is_primary)
         try:
-            state = self._train(state, step, metrics)
+            if 0 < step < num_steps and _every(step, self.config.log.evaluate_every_steps):
+                # The process before may have been stopped between saving and evaluating.
+                self._evaluate(step, state, metrics)
+            with stop.deferred():
+                state = self._train(state, step, metrics, stop)
             evaluation = self._evaluate(max(step, num_steps), state, metrics)
         finally:
             metrics.close()
@@ -174,12 +192,14 @@ class _Run:
         logging.info("resumed from %s", self.checkpointer.path(step))
         return state, step
 
-    def _train(self, state: TrainState, first_step: int, metrics: MetricsWriter) -> TrainState:
+    def _train(
+        self, state: TrainState, first_step: int, metrics: MetricsWriter, stop: StopSignals
+    ) -> TrainState:
         config = self.config
         num_steps = config.train.num_steps
         # Metrics are read one step late, so that the device always has work queued.
         pending = collections.deque()
-        with TrainingProgress(num_steps, first_step) as progress, StopSignals() as stop:
+        with TrainingProgress(num_steps, first_step) as progress:
             for step in range(first_step + 1, num_steps + 1):
                 batch = self._to_devices(next(self.batches))
                 data_state = self.batches.get_state()
@@ -208,8 +228,11 @@ class _Run:
         return state
 
     def _to_devices(self, batch):
+        batch_size = self.config.train.batch_size
         return {
-            name: jax.make_array_from_process_local_data(self.batch_sharding, array)
+            name: jax.make_array_from_process_local_data(
+                self.batch_sharding, array, (batch_size, *array.shape[1:])
+            )
             for name, array in batch.items()
         }
 
@@ -225,9 +248,12 @@ class _Run:
     def _finish_step(self, step, values, metrics, progress) -> None:
         """Takes in the metrics of a step that the devices have finished."""
         self.clock.tick()
+        self.skipped_in_a_row = 0 if values["finite"] else self.skipped_in_a_row + 1
         if not values["finite"]:
             self._handle_nonfinite(step, values)
         progress.step(step)
+        if (num_revived := values.pop("num_revived", None)) is not None:
+            metrics.write(step, "revive", {"num_revived": num_revived.tolist()})
         if _every(step, self.config.log.every_steps) or step == self.config.train.num_steps:
             row = {
                 name: np.asarray(value, np.float64).tolist()
@@ -247,17 +273,21 @@ class _Run:
             l0 = ", ".join(f"{n:.1f}" for n in values["l0"])
             dead = ", ".join(f"{share:.1%}" for share in values["dead_fraction"])
             layers = f"; L0 by layer: {l0}; dead: {dead}"
+        message = (
+            f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}, "
+            f"cross-entropy {values['cross_entropy']:g}{layers}. The update was discarded"
+        )
+        gives_up = self.skipped_in_a_row >= self.config.train.max_skipped_in_a_row
+        if self.config.train.on_nonfinite == "skip" and not gives_up:
+            logging.warning("skipped %s", message)
+            return
+        if gives_up:
+            message += f", as were those of the {self.skipped_in_a_row - 1} steps before"
+        # No checkpoint has a discarded update in it, so the newest one is good.
         self.checkpointer.wait()
         latest = self.checkpointer.latest_step()
         last_good = "none yet" if latest is None else str(self.checkpointer.path(latest))
-        message = (
-            f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}, "
-            f"cross-entropy {values['cross_entropy']:g}{layers}. The update was discarded. "
-            f"Last good checkpoint: {last_good}"
-        )
-        if self.config.train.on_nonfinite == "stop":
-            raise NonFiniteError(message)
-        logging.warning("skipped %s", message)
+        raise NonFiniteError(f"{message}. Last good checkpoint: {last_good}")
 
     def _evaluate(self, step: int, state: TrainState, metrics: MetricsWriter) -> Evaluation:
         evaluation = evaluate(
@@ -278,6 +308,7 @@ class _Run:
             "num_skipped": int(state.num_skipped),
             "validation": dataclasses.asdict(evaluation),
             "l1_coefficient": float(state.l1.coefficient),
+            "training": report.training_summary(self.workdir, config.train.num_steps),
             "speed": self._speed(),
             "environment": describe_environment(),
         }

@@ -75,14 +75,17 @@ def _varying(array, axes):
 
 
 def _chunks(array, chunk_tokens):
-    """`[batch, length, ...]` to `[chunks, batch, length / chunks, ...]`.
+    """`[batch, length, ...]` to `[chunks, batch, chunk_length, ...]`, filled up with zeros.
 
     The batch axis stays whole, as it may be sharded over devices.
     """
     batch, length = array.shape[:2]
     wanted = -(-batch * length // chunk_tokens) if chunk_tokens else 1
-    number = next(n for n in range(min(wanted, length), length + 1) if length % n == 0)
-    split = array.reshape(batch, number, length // number, *array.shape[2:])
+    chunk_length = -(-length // wanted)
+    number = -(-length // chunk_length)
+    padding = [(0, 0)] * array.ndim
+    padding[1] = (0, number * chunk_length - length)
+    split = jnp.pad(array, padding).reshape(batch, number, chunk_length, *array.shape[2:])
     return jnp.moveaxis(split, 1, 0)
 
 
@@ -130,7 +133,8 @@ def _summed_losses_forward(features, head, targets, loss_mask, z_loss, chunk_tok
     zero = _varying(jnp.float32(0), axes)
     zeros = _varying(jnp.zeros(head.shape, jnp.float32), axes)
     (sums, d_head), d_features = jax.lax.scan(add, ((zero, zero), zeros), chunks)
-    d_features = jnp.moveaxis(d_features, 0, 1).reshape(features.shape)
+    batch, length, width = features.shape
+    d_features = jnp.moveaxis(d_features, 0, 1).reshape(batch, -1, width)[:, :length]
     # An empty array carries the head's dtype to the backward pass.
     return sums, (d_features, d_head, jnp.zeros((0,), head.dtype))
 

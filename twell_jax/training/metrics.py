@@ -15,7 +15,8 @@ METRICS_FILE = "metrics.jsonl"
 class MetricsWriter:
     """Appends rows to WORKDIR/metrics.jsonl and events to WORKDIR/tensorboard.
 
-    A row is `{"step", "kind": "train" or "validation", metric: number or list by layer}`.
+    A row is `{"step", "kind", metric: number or list by layer}`. Its kind is "train",
+    "validation", or "revive" for a step that revived dead neurons.
     """
 
     def __init__(self, workdir: pathlib.Path, resumed_step: int, writes: bool = True):
@@ -24,10 +25,11 @@ class MetricsWriter:
         With `writes=False`, for all processes but one, nothing is ever written.
         """
         self._writes = writes
+        rows = [row for row in read_metrics(workdir) if row["step"] <= resumed_step]
+        self._written = {(row["step"], row["kind"]) for row in rows}
         if not writes:
             return
         self._path = workdir / METRICS_FILE
-        rows = [row for row in read_metrics(workdir) if row["step"] <= resumed_step]
         partial = self._path.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.replace(partial, self._path)
@@ -37,8 +39,15 @@ class MetricsWriter:
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add_event(resumed_step + 1, session_log=start)
 
+    def has(self, step: int, kind: str) -> bool:
+        """There is such a row already, of this process or of the one that it continues."""
+        return (step, kind) in self._written
+
     def write(self, step: int, kind: str, values: dict) -> None:
-        """Writes one row; values are floats or lists of floats by layer."""
+        """Writes one row, unless it is there; values are floats or lists of floats by layer."""
+        if self.has(step, kind):
+            return
+        self._written.add((step, kind))
         if not self._writes:
             return
         self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")

@@ -4,6 +4,7 @@ import pathlib
 
 import matplotlib.figure
 import matplotlib.ticker
+import numpy as np
 import rich.table
 
 from twell_jax.console import console
@@ -39,6 +40,27 @@ def print_outputs(workdir: pathlib.Path) -> None:
     console.print("outputs:")
     for entry in sorted(workdir.iterdir()):
         console.print(f"  {entry}{'/' if entry.is_dir() else ''}", markup=False, soft_wrap=True)
+
+
+def training_summary(workdir: pathlib.Path, num_steps: int) -> dict:
+    """What WORKDIR/metrics.jsonl says of the whole run, in a few numbers.
+
+    `last_tenth`: means over the logged steps of the last tenth of the run, of cross-entropy
+    and, with sparse layers, of L0, dead fraction (by layer) and coefficient. `num_revived`:
+    neurons revived in the whole run, by layer; None if the run revives none.
+    """
+    rows = read_metrics(workdir)
+    tail = [row for row in rows if row["kind"] == "train" and row["step"] > 0.9 * num_steps]
+    names = ("cross_entropy", "l0", "dead_fraction", "l1_coefficient")
+    revived = [row["num_revived"] for row in rows if row["kind"] == "revive"]
+    return {
+        "last_tenth": {
+            name: np.mean([row[name] for row in tail], axis=0).tolist()
+            for name in names
+            if tail and name in tail[0]
+        },
+        "num_revived": np.sum(revived, axis=0).tolist() if revived else None,
+    }
 
 
 def plot_sparsity(workdir: pathlib.Path, intermediate_size: int) -> pathlib.Path | None:
