@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pallas_kernels import reference
+from pallas_kernels.mosaic_gpu import ffn, matmuls
 
 _logger = logging.getLogger(__name__)
 
@@ -30,7 +31,11 @@ def _serves_all(*_, **__) -> None:
 
 # In the order in which "auto" tries them. What a backend lacks or refuses passes to the next.
 _OPERATIONS: dict[str, dict[str, Implementation]] = {
-    "mosaic_gpu": {},
+    "mosaic_gpu": {
+        "sparse_ffn": Implementation(ffn.check_sparse_ffn, ffn.sparse_ffn),
+        "matmul_pack": Implementation(matmuls.check_matmul_pack, matmuls.matmul_pack),
+        "twell_matmul": Implementation(matmuls.check_twell_matmul, matmuls.twell_matmul),
+    },
     "triton": {},
     "reference": {
         "sparse_ffn": Implementation(_serves_all, reference.sparse_ffn),

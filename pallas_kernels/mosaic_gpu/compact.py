@@ -37,7 +37,7 @@ def _shared_address(ref):
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
 
 
-def _emit(words, indices, values, totals):
+def _emit(words, indices, values, length):
     i32 = ir.IntegerType.get_signless(32)
 
     def const(value):
@@ -47,7 +47,7 @@ def _emit(words, indices, values, totals):
         return utils.inline_ptx(_LOAD, address, result_types=i32, has_side_effects=True)
 
     num_tiles, width = ir.MemRefType(words.type).shape
-    words_address, totals_address = _shared_address(words), _shared_address(totals)
+    words_address, length_address = _shared_address(words), _shared_address(length)
     indices_address, values_address = _shared_address(indices), _shared_address(values)
     thread = arith.remui(utils.thread_idx(), const(utils.WARPGROUP_SIZE))
     in_first_warp = arith.cmpi(arith.CmpIPredicate.ult, thread, const(32))
@@ -55,7 +55,7 @@ def _emit(words, indices, values, totals):
     utils.warpgroup_barrier()
     branch = scf.IfOp(in_first_warp)
     with ir.InsertionPoint(branch.then_block):
-        base, true_total, overflow = const(0), const(0), const(0)
+        base, overflow = const(0), const(0)
         for first_tile in range(0, num_tiles, 32):
             tile = arith.addi(thread, const(first_tile))
             inside = arith.cmpi(arith.CmpIPredicate.ult, tile, const(num_tiles))
@@ -92,24 +92,17 @@ def _emit(words, indices, values, totals):
                     has_side_effects=True,
                 ),
             )
-            true_total = arith.addi(true_total, count)
         for distance in (1, 2, 4, 8, 16):
-            true_total = arith.addi(true_total, utils.shfl_bfly(true_total, distance))
             overflow = arith.ori(overflow, utils.shfl_bfly(overflow, distance))
         fits = arith.cmpi(arith.CmpIPredicate.eq, overflow, const(0))
-        for offset, value in (
-            (0, arith.select(fits, base, const(0))),
-            (4, true_total),
-            (8, arith.select(fits, const(0), const(1))),
-        ):
-            utils.inline_ptx(
-                "st.shared.b32 [$0], $1;", arith.addi(totals_address, const(offset)), value
-            )
+        utils.inline_ptx(
+            "st.shared.b32 [$0], $1;", length_address, arith.select(fits, base, const(0))
+        )
         scf.yield_([])
     utils.warpgroup_barrier()
 
 
-def compact_row(words_ref, indices_ref, values_ref, totals_ref):
+def compact_row(words_ref, indices_ref, values_ref, length_ref):
     """Compacts one row.
 
     Args:
@@ -117,19 +110,18 @@ def compact_row(words_ref, indices_ref, values_ref, totals_ref):
       indices_ref: int32 `[num_tiles * slots]` in shared memory, to be written: the neurons
         of the entries that are there, tile by tile. The rest is undefined.
       values_ref: f32, likewise, to be written: the values.
-      totals_ref: int32 `[4]` in shared memory, to be written: length of the lists, 0 for a
-        row that lost entries; true count of active neurons; 1 if the row lost entries, else
-        0; undefined.
+      length_ref: int32 `[1]` in shared memory, to be written: length of the lists, 0 for a
+        row that lost entries.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4)
     def emit(_, *refs):
         _emit(*refs)
 
-    emit(words_ref, indices_ref, values_ref, totals_ref)
+    emit(words_ref, indices_ref, values_ref, length_ref)
 
 
-def compact_row_interpreted(words_ref, indices_ref, values_ref, totals_ref):
+def compact_row_interpreted(words_ref, indices_ref, values_ref, length_ref):
     """`compact_row` in plain JAX, for the interpreter, which cannot run inline code."""
     tiles = words_ref[...]
     count, entries = tiles[:, 0], tiles[:, 1:]
@@ -140,6 +132,4 @@ def compact_row_interpreted(words_ref, indices_ref, values_ref, totals_ref):
     length = jnp.where(overflow, 0, jnp.sum(used))
     indices_ref[...] = entry_index(entries)
     values_ref[...] = entry_value(entries)
-    totals_ref[...] = jnp.stack(
-        [length, jnp.sum(count), overflow.astype(jnp.int32), jnp.int32(0)]
-    ).astype(jnp.int32)
+    length_ref[...] = length.astype(jnp.int32)[None]

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.compact import compact_row, compact_row_interpreted
-from pallas_kernels.mosaic_gpu.device import num_sms
+from pallas_kernels.mosaic_gpu.device import REGISTERS, SMEM_BYTES, num_sms, output
 from pallas_kernels.mosaic_gpu.reduction import NUM_WARPS, warp_sums, warp_sums_interpreted
 
 # Elements of D that the threads of a warpgroup must share evenly.
@@ -35,12 +35,29 @@ class ConsumerConfig:
 
     Attributes:
       ctas_per_sm: thread blocks, of one warpgroup each, that share a multiprocessor. More
-        than fit its registers are slow: some wait for the others to end.
+        than fit it are slow: some wait for the others to end.
       entries: list entries whose rows are loaded together.
     """
 
-    ctas_per_sm: int = 5
+    ctas_per_sm: int
     entries: int = 2
+
+
+def default_config(width: int, num_tiles: int, slots: int) -> ConsumerConfig:
+    """As many thread blocks as the registers and the shared memory of a multiprocessor hold.
+
+    Two entries at a time: of 1 to 4 tried on an H200 (D=2048), the fastest. A thread then has 4
+    registers for every 128 elements of a row (y, x, and two rows each of w_up and w_down in
+    bf16), and about 38 others; 5 blocks are resident, as counted for D=2048.
+    """
+    registers = 128 * (38 + 4 * pl.cdiv(width, 128))
+    ctas = min(REGISTERS // registers, SMEM_BYTES // smem_bytes(num_tiles, slots), 16)
+    return ConsumerConfig(ctas_per_sm=max(ctas, 1))
+
+
+def smem_bytes(num_tiles: int, slots: int) -> int:
+    """Shared memory of a thread block: two sets of words, the two lists, and 1 KiB."""
+    return num_tiles * (2 * 4 * (slots + 1) + 8 * slots) + 1024
 
 
 def _row_layout(width: int):
@@ -59,10 +76,10 @@ def _pieces(num_tiles: int) -> list:
 
 def _kernel(*refs, gated: bool, config: ConsumerConfig, interpret: bool):
     if gated:
-        words_ref, x_ref, up_ref, down_ref, y_ref, norm_ref, totals_ref, *scratch = refs
+        words_ref, x_ref, up_ref, down_ref, y_ref, norm_ref, *scratch = refs
     else:
-        words_ref, down_ref, y_ref, norm_ref, totals_ref, *scratch = refs
-    words_smem, indices_smem, values_smem, row_totals_smem, sums_smem, arrived = scratch
+        words_ref, down_ref, y_ref, norm_ref, *scratch = refs
+    words_smem, indices_smem, values_smem, length_smem, sums_smem, arrived = scratch
     num_rows, num_tiles, _ = words_ref.shape
     width = down_ref.shape[1]
     layout = _row_layout(width)
@@ -92,8 +109,8 @@ def _kernel(*refs, gated: bool, config: ConsumerConfig, interpret: bool):
         def _():
             fetch(row + step, 1 - slot)
 
-        compact(words_smem.at[slot], indices_smem, values_smem, row_totals_smem)
-        length, total, overflowed = (row_totals_smem[n] for n in range(3))
+        compact(words_smem.at[slot], indices_smem, values_smem, length_smem)
+        length = length_smem[0]
         x = load_row(x_ref, row).astype(jnp.float32) if gated else None
 
         def of_group(group, carry):
@@ -133,7 +150,6 @@ def _kernel(*refs, gated: bool, config: ConsumerConfig, interpret: bool):
         y, norm = lax.fori_loop(0, num_groups, of_group, (zeros, jnp.float32(0)))
         y_ref[row] = y.astype(y_ref.dtype)
         norm_ref[row] = norm
-        totals_ref[row] = jnp.where(overflowed == 0, total, -total)
         return 1 - slot
 
     num_tokens = lax.div(num_rows - first + step - 1, step)
@@ -148,7 +164,7 @@ def up_down(
     *,
     config: ConsumerConfig,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """`y = h w_down` with `h = g * (x w_up')`, or `h = g` without x and w_up.
 
     Args:
@@ -160,8 +176,7 @@ def up_down(
       interpret: runs it in the interpreter.
 
     Returns:
-      y, bf16 `[M, D]`; the L1 norm of h, f32 `[M]`; and the number of active neurons,
-      int32 `[M]`. A row that lost entries has a negative number, y of 0 and a norm of 0.
+      y, bf16 `[M, D]`, and the L1 norm of h, f32 `[M]`. Both are 0 in a row that lost entries.
     """
     rows, num_tiles, width = words.shape
     list_size = num_tiles * (width - 1)
@@ -174,9 +189,8 @@ def up_down(
             interpret=interpret is not None,
         ),
         out_type=(
-            jax.ShapeDtypeStruct((rows, w_down.shape[1]), w_down.dtype),
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
-            jax.ShapeDtypeStruct((rows,), jnp.int32),
+            output((rows, w_down.shape[1]), w_down.dtype, *operands),
+            output((rows,), jnp.float32, *operands),
         ),
         grid=(num_sms() * config.ctas_per_sm,),
         grid_names=("cta",),
@@ -186,7 +200,7 @@ def up_down(
             plgpu.SMEM((2, num_tiles, width), jnp.int32),
             plgpu.SMEM((list_size,), jnp.int32),
             plgpu.SMEM((list_size,), jnp.float32),
-            plgpu.SMEM((4,), jnp.int32),
+            plgpu.SMEM((1,), jnp.int32),
             plgpu.SMEM((2, config.entries, NUM_WARPS), jnp.float32),
             plgpu.Barrier(num_arrivals=len(_pieces(num_tiles)), num_barriers=2),
         ),

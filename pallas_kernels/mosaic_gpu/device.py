@@ -5,6 +5,10 @@ import jax
 # Of an H100 or H200 (SXM): what is assumed where there is no GPU, to lower or interpret.
 _HOPPER_SMS = 132
 
+# Shared memory of a multiprocessor that thread blocks can use, with room for the compiler's own.
+SMEM_BYTES = 224 * 1024
+REGISTERS = 65536
+
 
 def require_hopper() -> None:
     """Raises NotImplementedError unless the default device is a Hopper GPU."""
@@ -15,6 +19,13 @@ def require_hopper() -> None:
         raise NotImplementedError(
             f"backend 'mosaic_gpu' needs a Hopper GPU (compute capability 9.0), found {found}"
         )
+
+
+def output(shape: tuple[int, ...], dtype, *operands: jax.Array) -> jax.ShapeDtypeStruct:
+    """Of a kernel: under `jax.shard_map` it differs over devices where an operand does."""
+    kinds = [jax.typeof(operand).manual_axis_type for operand in operands]
+    kind = max(kinds, key=lambda kind: len(kind.varying))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
 
 
 def num_sms() -> int:

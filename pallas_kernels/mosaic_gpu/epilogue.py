@@ -99,7 +99,7 @@ def _rows_of_thread(acc):
     return rows.values()
 
 
-def _emit(acc, words, fired, pairs_kept, token_weight, first_row, first_neuron):
+def _emit(acc, words, fired, pairs_kept, token_weight, first_row, first_neuron, num_neurons):
     i32 = ir.IntegerType.get_signless(32)
 
     def const(value):
@@ -129,6 +129,18 @@ def _emit(acc, words, fired, pairs_kept, token_weight, first_row, first_neuron):
             static_position=ir.DenseI64ArrayAttr.get([position]),
         )
 
+    def first_bits(number):
+        """The lower `number` bits, at most 16 of them."""
+        number = arith.minsi(arith.maxsi(number, const(0)), const(16))
+        return arith.subi(arith.shli(const(1), number), const(1))
+
+    # Columns past the last neuron hold products with zeros, which for a token with a NaN or
+    # inf are NaN. Pair i of a lane is columns 8 i + 2 lane and the next one.
+    columns_left = arith.subi(const(num_neurons), lane_neuron)
+    low = first_bits(arith.shrsi(arith.addi(columns_left, const(7)), const(3)))
+    high = first_bits(arith.shrsi(arith.addi(columns_left, const(6)), const(3)))
+    real_columns = arith.ori(low, arith.shli(high, const(16)))
+
     kept = arith.addi(_shared_address(pairs_kept), arith.muli(thread, const(16)))
     for number, (row, registers) in enumerate(_rows_of_thread(acc)):
         row_in_matrix = arith.addi(row, arith.index_cast(ir.IndexType.get(), first_row))
@@ -141,6 +153,7 @@ def _emit(acc, words, fired, pairs_kept, token_weight, first_row, first_neuron):
         for first in range(0, len(pairs), 4):
             address = arith.addi(kept_of_row, const(first // 4 * _KEPT_STRIDE))
             utils.inline_ptx(_KEEP_PAIRS, address, *pairs[first : first + 4])
+        mask = arith.andi(mask, real_columns)
         count = mathdialect.ctpop(mask)
         # Exclusive prefix over the four lanes, and the total.
         neighbour = utils.shfl_bfly(count, 1)
@@ -168,7 +181,9 @@ def _emit(acc, words, fired, pairs_kept, token_weight, first_row, first_neuron):
         )
 
 
-def pack_tile(acc, words_ref, fired_ref, kept_ref, token_weight_ref, first_row, first_neuron):
+def pack_tile(
+    acc, words_ref, fired_ref, kept_ref, token_weight_ref, first_row, first_neuron, num_neurons
+):
     """Packs `relu(acc)`, rounded to bf16, from a wgmma accumulator.
 
     Args:
@@ -180,6 +195,7 @@ def pack_tile(acc, words_ref, fired_ref, kept_ref, token_weight_ref, first_row, 
       token_weight_ref: int32 `[rows]` in global memory, 0 or 1.
       first_row: int32, of this tile in the matrix.
       first_neuron: int32, of this tile in the matrix.
+      num_neurons: neurons of the matrix, a Python number: columns past them are not packed.
     """
 
     @plgpu.inline_mgpu(
@@ -202,6 +218,7 @@ def pack_tile(acc, words_ref, fired_ref, kept_ref, token_weight_ref, first_row, 
             token_weight,
             first_row.registers.item(),
             first_neuron.registers.item(),
+            num_neurons,
         )
 
     emit(acc, words_ref, fired_ref, kept_ref, token_weight_ref, first_row, first_neuron)
@@ -215,7 +232,7 @@ def _entry_order(tile: int) -> jax.Array:
 
 
 def pack_tile_interpreted(
-    acc, words_ref, fired_ref, kept_ref, token_weight_ref, first_row, first_neuron
+    acc, words_ref, fired_ref, kept_ref, token_weight_ref, first_row, first_neuron, num_neurons
 ):
     """`pack_tile` in plain JAX, for the interpreter, which cannot run inline code."""
     del kept_ref
@@ -224,7 +241,7 @@ def pack_tile_interpreted(
     gate = jax.nn.relu(acc).astype(jnp.bfloat16)
     order = _entry_order(tile)
     gate = gate[:, order]
-    active = gate != 0
+    active = (gate != 0) & (order + first_neuron < num_neurons)
     count = jnp.sum(active, axis=1, dtype=jnp.int32)
     place = jnp.argsort(~active, axis=1, stable=True)[:, :slots]
     value = jnp.take_along_axis(gate, place, axis=1).astype(jnp.float32)

@@ -1,22 +1,29 @@
 """The sparse feed-forward layer on Hopper: pack, then touch active neurons only.
 
-A token that has more active neurons in a tile than there are slots (the first tokens of a
-text do) has lost entries. Such tokens are gathered into a small pool and computed densely;
-if they do not fit the pool, the whole batch takes the dense branch. All three ways are
-exact, and no choice leaves the device.
+Three ways, all exact, chosen on the device:
+
+- A token that has more active neurons in a tile than there are slots (the first tokens of a
+  text do) has lost entries. Up to `pool_rows` such tokens are gathered and computed densely;
+  the others take the kernels.
+- If more tokens lost entries, or if the batch has so many active neurons that reading their
+  rows would take longer than the dense matmuls, all of it is computed densely.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.mosaic_gpu.consumer import ROW_MULTIPLE, ConsumerConfig, up_down
+from pallas_kernels.mosaic_gpu.consumer import (
+    ROW_MULTIPLE,
+    ConsumerConfig,
+    default_config,
+    up_down,
+)
 from pallas_kernels.mosaic_gpu.device import require_hopper
 from pallas_kernels.mosaic_gpu.gate import GateConfig, gate_words
-from pallas_kernels.mosaic_gpu.words import MAX_NEURONS
+from pallas_kernels.mosaic_gpu.shapes import check_weights, pad_columns
 from pallas_kernels.reference import FfnStats
 from pallas_kernels.reference import ffn as reference_ffn
 
@@ -27,76 +34,63 @@ class FfnConfig:
 
     Attributes:
       gate: of the packing matmul.
-      consumer: of the up and down projections.
+      consumer: of the up and down projections; None for its default.
       pool_rows: tokens that may overflow before the whole batch is computed densely.
+      max_active_share: mean share of the neurons that may be active before the whole batch is
+        computed densely. A neuron's two rows cost about as much as 1 % of the dense
+        layer's two matmuls (H200, D=2048, H=5632, M=32768).
     """
 
     gate: GateConfig = dataclasses.field(default_factory=GateConfig)
-    consumer: ConsumerConfig = dataclasses.field(default_factory=ConsumerConfig)
+    consumer: ConsumerConfig | None = None
     pool_rows: int = 256
+    max_active_share: float = 0.01
 
 
-def check_served(x, w) -> None:
-    """Raises NotImplementedError for a dtype or shape that the kernels do not serve."""
-    if x.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"backend 'mosaic_gpu' serves bfloat16, got {x.dtype}")
-    if x.shape[-1] % GateConfig.tile_k:
-        raise NotImplementedError(
-            f"backend 'mosaic_gpu' needs D to be a multiple of {GateConfig.tile_k}, "
-            f"got {x.shape[-1]}"
-        )
-    if w.shape[0] > MAX_NEURONS:
-        raise NotImplementedError(
-            f"backend 'mosaic_gpu' serves up to {MAX_NEURONS} neurons, got {w.shape[0]}"
-        )
-    if x.size == 0:
-        raise NotImplementedError("backend 'mosaic_gpu' needs at least one token")
-
-
-def _pad_columns(array, multiple):
-    missing = -array.shape[-1] % multiple
-    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)]) if missing else array
-
-
-def _sparse_parts(x, w_gate, w_up, w_down, token_mask, config, interpret):
-    """`(y, norm, count, fired)` of `[M, D]` tokens; `count` is negative where a row overflowed."""
-    packed_weight = w_up if w_gate is None else w_gate
-    words, fired = gate_words(x, packed_weight, token_mask, config=config.gate, interpret=interpret)
-    width = x.shape[-1]
-    down = _pad_columns(w_down, ROW_MULTIPLE)
-    if w_gate is None:
-        operands = (None, None, down)
-    else:
-        operands = (_pad_columns(x, ROW_MULTIPLE), _pad_columns(w_up, ROW_MULTIPLE), down)
-    y, norm, count = up_down(words, *operands, config=config.consumer, interpret=interpret)
-    return y[:, :width], norm, count, fired
-
-
-def _dense_rows(x, w_gate, w_up, w_down):
+def _dense(x, w_gate, w_up, w_down):
     """`(y, norm)` of tokens, computed as the reference does."""
     y, hidden = reference_ffn.dense_forward(x, w_gate, w_up, w_down)
     return y, jnp.sum(jnp.abs(hidden), axis=-1)
 
 
+def _sparse(words, x, w_gate, w_up, w_down, config, interpret):
+    """`(y, norm)` of tokens that lost no entries; 0 for the others."""
+    width = x.shape[-1]
+    down = pad_columns(w_down, ROW_MULTIPLE)
+    operands = (None, None, down)
+    if w_gate is not None:
+        x, w_up = (pad_columns(array, ROW_MULTIPLE) for array in (x, w_up))
+        operands = (x, w_up, down)
+    consumer_config = config.consumer or default_config(
+        down.shape[1], words.shape[1], config.gate.slots
+    )
+    y, norm = up_down(words, *operands, config=consumer_config, interpret=interpret)
+    return y[:, :width], norm
+
+
 def forward(
-    x, w_gate, w_up, w_down, token_mask, *, config: FfnConfig = FfnConfig(), interpret=None
+    x, w_gate, w_up, w_down, token_mask, *, config: FfnConfig, interpret=None
 ) -> tuple[jax.Array, FfnStats]:
     """The layer, without its gradient; arguments and results of `pallas_kernels.ops.sparse_ffn`."""
     token_shape, width = x.shape[:-1], x.shape[-1]
     x = x.reshape(-1, width)
     mask = None if token_mask is None else token_mask.reshape(-1)
-    rows = x.shape[0]
-    y, norm, count, fired = _sparse_parts(x, w_gate, w_up, w_down, mask, config, interpret)
-    overflowed = count < 0
+    rows, neurons = x.shape[0], w_up.shape[0]
+    packed_weight = w_up if w_gate is None else w_gate
+    words, fired = gate_words(x, packed_weight, mask, config=config.gate, interpret=interpret)
+
+    counts = words[:, :, 0]
+    overflowed = jnp.any(counts > config.gate.slots, axis=1)
+    num_active = jnp.sum(counts, axis=1)
     num_overflowed = jnp.sum(overflowed)
     pool_rows = min(config.pool_rows, rows)
-
-    def keep(y, norm):
-        return y, norm
+    # In f32: the number of pairs may be past 2^31.
+    num_pairs = jnp.sum(num_active.astype(jnp.float32))
+    is_dense = (num_overflowed > pool_rows) | (num_pairs > config.max_active_share * neurons * rows)
 
     def fill_pool(y, norm):
         pooled = jnp.nonzero(overflowed, size=pool_rows, fill_value=rows)[0]
-        pool_y, pool_norm = _dense_rows(
+        pool_y, pool_norm = _dense(
             x.at[pooled].get(mode="fill", fill_value=0), w_gate, w_up, w_down
         )
         return (
@@ -104,46 +98,39 @@ def forward(
             norm.at[pooled].set(pool_norm, mode="drop", unique_indices=True),
         )
 
-    def all_dense(y, norm):
-        del y, norm
-        return _dense_rows(x, w_gate, w_up, w_down)
+    def by_kernels():
+        y, norm = _sparse(words, x, w_gate, w_up, w_down, config, interpret)
+        return lax.cond(num_overflowed > 0, fill_pool, lambda *results: results, y, norm)
 
-    way = (num_overflowed > 0).astype(jnp.int32) + (num_overflowed > pool_rows)
-    y, norm = lax.switch(way, (keep, fill_pool, all_dense), y, norm)
+    def densely():
+        return _dense(x, w_gate, w_up, w_down)
 
-    weight = 1.0 if mask is None else mask
+    y, norm = lax.cond(is_dense, densely, by_kernels)
+    if mask is not None:
+        norm, num_active = jnp.where(mask, norm, 0), jnp.where(mask, num_active, 0)
     num_tokens = reference_ffn.count_tokens(token_shape, mask)
     factor = reference_ffn.mean_factor(num_tokens)
     stats = FfnStats(
-        l1=jnp.sum(jnp.where(weight, norm, 0)) * factor,
-        l0=jnp.sum(jnp.where(weight, jnp.abs(count), 0).astype(jnp.float32)) * factor,
+        l1=jnp.sum(norm) * factor,
+        l0=jnp.sum(num_active.astype(jnp.float32)) * factor,
         fired=fired,
         num_tokens=num_tokens,
     )
     return y.reshape(*token_shape, width), stats
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _sparse_ffn(x, w_gate, w_up, w_down, token_mask, config):
-    return forward(x, w_gate, w_up, w_down, token_mask, config=config)
-
-
-def _forward_for_gradient(x, w_gate, w_up, w_down, token_mask, config):
-    # The kernels of the backward pass are not written: training runs on the reference.
-    del config
-    return reference_ffn.forward(x, w_gate, w_up, w_down, token_mask)
-
-
-def _backward(config, residuals, cotangents):
-    del config
-    return reference_ffn.backward(residuals, cotangents)
-
-
-_sparse_ffn.defvjp(_forward_for_gradient, _backward)
-
-
+@jax.custom_vjp
 def sparse_ffn(x, w_gate, w_up, w_down, token_mask):
-    """See `pallas_kernels.ops.sparse_ffn`; the gradient is that of the reference backend."""
+    """See `pallas_kernels.ops.sparse_ffn`; where it is differentiated it is the reference."""
+    return forward(x, w_gate, w_up, w_down, token_mask, config=FfnConfig())
+
+
+# The kernels of the backward pass are not written: training runs on the reference.
+sparse_ffn.defvjp(reference_ffn.forward, reference_ffn.backward)
+
+
+def check_sparse_ffn(x, w_gate, w_up, w_down, token_mask) -> None:
+    """Raises NotImplementedError if these kernels cannot serve the arguments here."""
+    del w_gate, w_down, token_mask
     require_hopper()
-    check_served(x, w_up)
-    return _sparse_ffn(x, w_gate, w_up, w_down, token_mask, FfnConfig())
+    check_weights(x, w_up)

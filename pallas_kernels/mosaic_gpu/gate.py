@@ -18,12 +18,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.device import num_sms
+from pallas_kernels.mosaic_gpu.device import num_sms, output
 from pallas_kernels.mosaic_gpu.epilogue import kept_shape, pack_tile, pack_tile_interpreted
 from pallas_kernels.mosaic_gpu.words import num_tiles
 
 # Neurons of a tile: one warpgroup packs 128 columns with 128 threads.
 TILE = 128
+
+# More do not fit the shared memory beside two stages of the pipeline.
+MAX_SLOTS = 63
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +37,8 @@ class GateConfig:
       tile_m: tokens of a block.
       tile_k: elements of D of a pipeline stage.
       stages: depth of the pipeline.
-      slots: entries of a (row, tile); `slots + 1` words must be a multiple of 16 bytes.
+      slots: entries of a (row, tile), up to `MAX_SLOTS`; `slots + 1` words must be a multiple
+        of 16 bytes.
       grid_width: neighbouring blocks of rows that run together, so that they share tiles
         of w in the L2.
     """
@@ -45,8 +49,27 @@ class GateConfig:
     slots: int = 15
     grid_width: int = 8
 
+    def __post_init__(self):
+        if not 0 < self.slots <= MAX_SLOTS or (self.slots + 1) % 4:
+            raise ValueError(f"slots: must be 3, 7, ... {MAX_SLOTS}, got {self.slots}")
 
-def _kernel(x_ref, w_ref, weight_ref, words_ref, fired_ref, *, config: GateConfig, interpret: bool):
+
+def default_config(slots: int) -> GateConfig:
+    """Three stages of the pipeline fit beside up to 15 slots, two beside more."""
+    return GateConfig(slots=slots, stages=3 if slots <= 15 else 2)
+
+
+def _kernel(
+    x_ref,
+    w_ref,
+    weight_ref,
+    words_ref,
+    fired_ref,
+    *,
+    num_neurons: int,
+    config: GateConfig,
+    interpret: bool,
+):
     rows, neurons, depth = x_ref.shape[0], w_ref.shape[0], x_ref.shape[1]
     tile_m, tile_k = config.tile_m, config.tile_k
     width = config.slots + 1
@@ -109,6 +132,7 @@ def _kernel(x_ref, w_ref, weight_ref, words_ref, fired_ref, *, config: GateConfi
                         weight_ref,
                         (block_row * tile_m).astype(jnp.int32),
                         (tile * TILE).astype(jnp.int32),
+                        num_neurons,
                     )
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(
@@ -162,10 +186,12 @@ def gate_words(
     # Operands of TMA are tiled by 8 rows.
     x, w = (jnp.pad(array, ((0, -array.shape[0] % 8), (0, 0))) for array in (x, w))
     words, fired = plgpu.kernel(
-        functools.partial(_kernel, config=config, interpret=interpret is not None),
+        functools.partial(
+            _kernel, num_neurons=neurons, config=config, interpret=interpret is not None
+        ),
         out_type=(
-            jax.ShapeDtypeStruct((rows, tiles * (config.slots + 1)), jnp.int32),
-            jax.ShapeDtypeStruct((grid_m, tiles * TILE), jnp.int32),
+            output((rows, tiles * (config.slots + 1)), jnp.int32, x, w, weight),
+            output((grid_m, tiles * TILE), jnp.int32, x, w, weight),
         ),
         grid=(num_sms(),),
         grid_names=("sm",),

@@ -29,6 +29,16 @@ def entry_value(word: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(word & jnp.int32(-65536), jnp.float32)
 
 
+def from_twell(twell: Twell) -> jax.Array:
+    """`words [M, num_tiles, slots + 1]` of a bf16 Twell, `slots` rounded up for 16-byte copies."""
+    bits = jax.lax.bitcast_convert_type(twell.value.astype(jnp.float32), jnp.int32)
+    # An unused slot names a neuron that there is, as its row may be read before it is dropped.
+    index = jnp.minimum(twell.index, twell.num_columns - 1)
+    words = jnp.concatenate([twell.count[..., None], bits | index], axis=-1)
+    words = jnp.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, -words.shape[-1] % 4)])
+    return words.reshape(-1, *words.shape[-2:])
+
+
 def to_twell(words: jax.Array, *, num_neurons: int, tile: int) -> Twell:
     """The public form of `words [M, num_tiles, slots + 1]`; puts entries in column order."""
     count, entries = words[..., 0], words[..., 1:]

@@ -115,7 +115,8 @@ def _matmul_pack_forward(x, w, tile, slots):
     return twell, (x, w, twell)
 
 
-def _matmul_pack_backward(tile, slots, residuals, twell_bar):
+def matmul_pack_backward(tile, slots, residuals, twell_bar):
+    """Gradients of x and w; `residuals` are x, w and the result."""
     del tile, slots
     x, w, twell = residuals
     product_bar = _dense_cotangent(twell, twell_bar)
@@ -123,7 +124,7 @@ def _matmul_pack_backward(tile, slots, residuals, twell_bar):
     return dx.astype(x.dtype), over_tokens(product_bar, x).astype(w.dtype)
 
 
-matmul_pack.defvjp(_matmul_pack_forward, _matmul_pack_backward)
+matmul_pack.defvjp(_matmul_pack_forward, matmul_pack_backward)
 
 
 @jax.custom_vjp
@@ -136,10 +137,11 @@ def _twell_matmul_forward(twell, w):
     return twell_matmul(twell, w), (twell, w)
 
 
-def _twell_matmul_backward(residuals, y_bar):
+def twell_matmul_backward(residuals, y_bar):
+    """Gradients of the arguments of `twell_matmul`, which are the residuals."""
     twell, w = residuals
     dw = over_tokens(unpack(twell), y_bar)
     return _twell_cotangent(twell, to_hidden(y_bar, w)), dw.astype(w.dtype)
 
 
-twell_matmul.defvjp(_twell_matmul_forward, _twell_matmul_backward)
+twell_matmul.defvjp(_twell_matmul_forward, twell_matmul_backward)

@@ -1,0 +1,239 @@
+r"""Times the forward pass of a feed-forward layer, dense and sparse, and the parts of the latter.
+
+  python -m benchmarks.ffn --tokens=32768 --active=7,29 --rates=uniform
+
+Outputs are compared with f32 first, row by row, after 2 GiB of memory full of NaN were freed.
+Then everything is timed in turn, several rounds. Dense is the faster of three XLA matmuls and of
+two, with gate and up merged. Writes one row for each number of active neurons.
+"""
+
+import functools
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from benchmarks.results import append_row
+from benchmarks.workload import RATES, firing_rates, make_layer
+from pallas_kernels import BACKENDS, sparse_ffn
+from pallas_kernels.mosaic_gpu import consumer, ffn, gate
+from twell_jax.environment import describe_environment
+from twell_jax.flops import peak_flops
+
+_HIDDEN_SIZE = flags.DEFINE_integer("hidden_size", 2048, "Width D.", lower_bound=64)
+_INTERMEDIATE_SIZE = flags.DEFINE_integer(
+    "intermediate_size", 5632, "Number H of hidden neurons.", lower_bound=1
+)
+_TOKENS = flags.DEFINE_integer("tokens", 32768, "Number M of tokens.", lower_bound=1)
+_ACTIVE = flags.DEFINE_list("active", ["29"], "Mean active neurons of a token; several in turn.")
+_RATES = flags.DEFINE_enum("rates", "uniform", RATES, "How unevenly neurons fire.")
+_RATES_FILE = flags.DEFINE_string("rates_file", "", "For --rates=file: an .npz with 'rates'.")
+_LAYER = flags.DEFINE_integer("layer", 0, "For --rates=file: which layer's rates.", lower_bound=0)
+_BACKEND = flags.DEFINE_enum("backend", "mosaic_gpu", BACKENDS, "Backend of sparse_ffn.")
+_PARTS = flags.DEFINE_bool("parts", True, "Also time the parts (backend mosaic_gpu).")
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds of all in turn.", lower_bound=5)
+_REPEATS = flags.DEFINE_integer("repeats", 10, "Calls of each in a round.", lower_bound=1)
+_OUTPUT = flags.DEFINE_string(
+    "output", "", "Write rows to this file, for `append`; by default to benchmarks/results."
+)
+
+# Rate at which rows come from the L2 cache of an H200, as measured for random rows of 4 KiB.
+_L2_BYTES_PER_SECOND = 8e12
+
+
+class DisagreementError(RuntimeError):
+    """An output is not what it must be, so that its time means nothing."""
+
+
+def dense_separate(x, w_gate, w_up, w_down):
+    """Three matmuls, elementwise work fused by XLA."""
+    return (jax.nn.relu(x @ w_gate.T) * (x @ w_up.T)) @ w_down
+
+
+def dense_merged(x, w_both, w_down):
+    """Two matmuls; `w_both` has the rows of the gate, then those of up."""
+    gates, up = jnp.split(x @ w_both.T, 2, axis=1)
+    return (jax.nn.relu(gates) * up) @ w_down
+
+
+def relative_row_errors(y, truth) -> np.ndarray:
+    """Error of every row over its norm; rows whose truth is 0 must be 0."""
+    norms = jnp.linalg.norm(truth, axis=-1)
+    errors = jnp.linalg.norm(y.astype(jnp.float32) - truth, axis=-1)
+    return np.asarray(jnp.where(norms > 0, errors / jnp.maximum(norms, 1e-30), errors))
+
+
+def truth_of(layer, rows=4096):
+    """y in f32, in pieces that fit memory; the support is that of the bf16 gates."""
+    x, w_gate, w_up, w_down = layer
+
+    @jax.jit
+    def piece(x):
+        gates = jax.nn.relu(jnp.einsum("td,hd->th", x, w_gate, preferred_element_type=jnp.float32))
+        up = jnp.einsum("td,hd->th", x, w_up, preferred_element_type=jnp.float32)
+        down = w_down.astype(jnp.float32)
+        return jnp.einsum("th,hd->td", gates * up, down, precision="highest")
+
+    pieces = [piece(x[first : first + rows]) for first in range(0, len(x), rows)]
+    return jnp.concatenate(pieces)
+
+
+def poison_memory() -> None:
+    """Fills 2 GiB with NaN and frees them: a buffer that is not written will show it."""
+    jax.block_until_ready(jnp.full((2 << 30) // 4, jnp.nan, jnp.float32))
+
+
+def compare(layer, dense, sparse) -> dict:
+    """Compares all outputs; returns the errors.
+
+    Raises:
+      DisagreementError: a row of y is off by more than twice the worst row of the dense
+        layer, or a statistic is wrong.
+    """
+    truth = truth_of(layer)
+    dense_error = relative_row_errors(dense(*layer), truth).max()
+    poison_memory()
+    y, stats = jax.block_until_ready(sparse(*layer))
+    errors = relative_row_errors(y, truth)
+    expected_y, expected = jax.jit(functools.partial(sparse_ffn, backend="reference"))(*layer)
+    del expected_y
+    # Gates within a rounding of 0 may fall on either side: not many, and evenly.
+    flips = np.abs(np.asarray(stats.fired) - np.asarray(expected.fired)).sum()
+    result = {
+        "max_row_error": float(errors.max()),
+        "dense_max_row_error": float(dense_error),
+        "fired_difference": int(flips),
+        "fired": int(np.asarray(expected.fired).sum()),
+        "l1_relative_error": abs(float(stats.l1) / float(expected.l1) - 1),
+        "active": float(stats.l0),
+    }
+    if not errors.max() <= max(2 * dense_error, 2**-7):
+        raise DisagreementError(f"row {errors.argmax()} of y is off: {result}")
+    if flips > 1e-4 * result["fired"] + 2 or not result["l1_relative_error"] < 2**-8:
+        raise DisagreementError(f"statistics differ: {result}")
+    return result
+
+
+def time_in_turn(functions: dict) -> dict:
+    """`{name: {"median", "p20", "p80"}}` in ms of functions without arguments."""
+    for function in functions.values():
+        jax.block_until_ready(function())
+    seconds = {name: [] for name in functions}
+    for _ in range(_ROUNDS.value):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            for _ in range(_REPEATS.value):
+                result = function()
+            jax.block_until_ready(result)
+            seconds[name].append((time.perf_counter() - start) / _REPEATS.value)
+    return {
+        name: dict(
+            zip(
+                ("p20", "median", "p80"),
+                (1e3 * np.percentile(values, (20, 50, 80))).tolist(),
+                strict=True,
+            )
+        )
+        for name, values in seconds.items()
+    }
+
+
+def parts_of(layer) -> dict:
+    """The kernels alone, and XLA's relu(gate matmul): functions without arguments."""
+    x, w_gate, w_up, w_down = layer
+    config = ffn.FfnConfig()
+    pack = jax.jit(lambda x, w: gate.gate_words(x, w, None, config=config.gate))
+    words, _ = pack(x, w_gate)
+    consumer_config = consumer.default_config(x.shape[1], words.shape[1], config.gate.slots)
+    up_down = jax.jit(functools.partial(consumer.up_down, config=consumer_config))
+    matmul = jax.jit(lambda x, w: jax.nn.relu(x @ w.T))
+    counts = jnp.sum(matmul(x, w_gate) != 0, axis=1)
+    if not bool(jnp.all(jnp.abs(counts - jnp.sum(words[:, :, 0], axis=1)) <= 2)):
+        raise DisagreementError("the packed counts differ from those of the matmul")
+    return {
+        "gate_pack": lambda: pack(x, w_gate),
+        "xla_relu_gate": lambda: matmul(x, w_gate),
+        "consumer": lambda: up_down(words, x, w_up, w_down),
+    }
+
+
+def measure(active: float) -> tuple[dict, dict]:
+    """(config, values) of a row."""
+    size, neurons, tokens = _HIDDEN_SIZE.value, _INTERMEDIATE_SIZE.value, _TOKENS.value
+    rates = firing_rates(_RATES.value, neurons, active, file=_RATES_FILE.value, layer=_LAYER.value)
+    layer = make_layer(tokens, size, rates)
+    x, w_gate, w_up, w_down = layer
+    dense, merged = jax.jit(dense_separate), jax.jit(dense_merged)
+    sparse = jax.jit(functools.partial(sparse_ffn, backend=_BACKEND.value))
+    values = compare(layer, dense, sparse)
+    w_both = jnp.concatenate([w_gate, w_up])
+    functions = {
+        "dense_separate": lambda: dense(*layer),
+        "dense_merged": lambda: merged(x, w_both, w_down),
+        "sparse": lambda: sparse(*layer),
+    }
+    if _PARTS.value and _BACKEND.value == "mosaic_gpu":
+        functions |= parts_of(layer)
+    times = time_in_turn(functions)
+    fastest = min(("dense_separate", "dense_merged"), key=lambda name: times[name]["median"])
+    values |= {"dense": fastest, "dense_ms": times[fastest], "sparse_ms": times["sparse"]}
+    values["ratio"] = times[fastest]["median"] / times["sparse"]["median"]
+    values["parts_ms"] = {n: t for n, t in times.items() if n not in (fastest, "sparse")}
+    pairs = values["active"] * tokens
+    gate_flops = 2 * tokens * size * neurons
+    peak = peak_flops(jax.devices()[0].device_kind)
+    if peak:
+        floors = {
+            "gate_ms": 1e3 * gate_flops / peak,
+            "consumer_ms": 1e3 * pairs * 4 * size / _L2_BYTES_PER_SECOND,
+        }
+        values["floor"] = floors
+        values["floor_ratio"] = times["sparse"]["median"] / sum(floors.values())
+        values["dense_tflops_per_second"] = 3 * gate_flops / times[fastest]["median"] / 1e9
+    config = {
+        "hidden_size": size,
+        "intermediate_size": neurons,
+        "tokens": tokens,
+        "active": active,
+        "rates": _RATES.value,
+        "backend": _BACKEND.value,
+        "plan": None,
+    }
+    if _RATES.value == "file":
+        config["layer"] = _LAYER.value
+    return config, values
+
+
+def main(argv: list[str]) -> None:
+    """Command line of `python -m benchmarks.ffn`."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments: {argv[1:]}")
+    environment = describe_environment()
+    for active in map(float, _ACTIVE.value):
+        try:
+            config, values = measure(active)
+        except (DisagreementError, NotImplementedError, ValueError) as error:
+            sys.exit(f"ffn: {error}")
+        parts = "  ".join(f"{n} {t['median']:.3f}" for n, t in values["parts_ms"].items())
+        print(
+            f"M {config['tokens']} D {config['hidden_size']} H {config['intermediate_size']} "
+            f"{config['rates']} active {values['active']:.1f}: {values['dense']} "
+            f"{values['dense_ms']['median']:.3f} ms, "
+            f"sparse {values['sparse_ms']['median']:.3f} ms, ratio {values['ratio']:.2f}, row error {values['max_row_error']:.2e} "
+            f"(dense {values['dense_max_row_error']:.2e})  {parts}",
+            flush=True,
+        )
+        if _OUTPUT.value:
+            row = {"environment": environment, "config": config, "values": values}
+            with open(_OUTPUT.value, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        else:
+            append_row("ffn.forward", environment, config, values)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,33 @@
+"""Which shapes and dtypes the kernels serve, and padding to them."""
+
+import jax.numpy as jnp
+
+from pallas_kernels.mosaic_gpu.gate import GateConfig
+from pallas_kernels.mosaic_gpu.words import MAX_NEURONS
+
+# A wider row does not fit the registers of a warpgroup.
+MAX_WIDTH = 8192
+
+
+def check_weights(x, w) -> None:
+    """Raises NotImplementedError for an operand x or a weight w `[H, D]` that is not served."""
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"backend 'mosaic_gpu' serves bfloat16, got {x.dtype}")
+    width = w.shape[1]
+    if width % GateConfig.tile_k or width > MAX_WIDTH:
+        raise NotImplementedError(
+            f"backend 'mosaic_gpu' needs D to be a multiple of {GateConfig.tile_k} up to "
+            f"{MAX_WIDTH}, got {width}"
+        )
+    if w.shape[0] > MAX_NEURONS:
+        raise NotImplementedError(
+            f"backend 'mosaic_gpu' serves up to {MAX_NEURONS} neurons, got {w.shape[0]}"
+        )
+    if 0 in x.shape:
+        raise NotImplementedError("backend 'mosaic_gpu' needs at least one token")
+
+
+def pad_columns(array, multiple: int):
+    """`array` with zeros behind its last axis, to a multiple."""
+    missing = -array.shape[-1] % multiple
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)]) if missing else array

@@ -1,0 +1,132 @@
+"""What only a GPU can show: real memory, real concurrency, the same bits run after run."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import matmul_pack, sparse_ffn, twell_matmul
+from tests.kernels.backends import GPU_BACKENDS
+from tests.kernels.cases import Case, make_inputs
+from tests.kernels.truth import row_errors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not GPU_BACKENDS, reason="no GPU that a kernel serves"),
+    pytest.mark.parametrize("backend", GPU_BACKENDS or ("none",)),
+]
+
+CASE = Case((1000,), 256, 1000, 0.005, "bfloat16")
+
+
+def arguments(inputs):
+    return inputs.x, inputs.w_gate, inputs.w_up, inputs.w_down
+
+
+def layer(backend):
+    return jax.jit(functools.partial(sparse_ffn, backend=backend))
+
+
+def assert_close(y, expected):
+    assert row_errors(y, np.asarray(expected, np.float32)).max() <= 2**-7
+
+
+def test_counts_around_the_slots_in_one_tile(backend):
+    """Rows with 0, 1, slots - 1, slots, slots + 1 and all neurons of a tile active, and dense."""
+    tile, slots, neurons, width = 128, 15, 1000, 256
+    rng = np.random.default_rng(0)
+    counts = (0, 1, slots - 1, slots, slots + 1, tile, neurons)
+    # With so many idle tokens around them the batch is sparse enough for the kernels.
+    wanted = [*counts * 40, *[0] * 4800]
+    gates = np.zeros((len(wanted), neurons), np.float32)
+    for row, number in enumerate(wanted):
+        first = 0 if number > tile else tile * rng.integers(neurons // tile)
+        places = first + rng.permutation(max(number, tile))[:number]
+        gates[row, places] = rng.integers(1, 9, number) / 8
+    # x holds the gates, and the gate weights are the identity: relu(x Wg') is what we want.
+    x = jnp.asarray(np.pad(gates, ((0, 0), (0, 24))), jnp.bfloat16)
+    w_gate = jnp.eye(neurons, 1024, dtype=jnp.bfloat16)
+    w_up, w_down = (
+        jnp.asarray(rng.normal(size=(neurons, 1024)) / 32, jnp.bfloat16) for _ in range(2)
+    )
+    y, stats = layer(backend)(x, w_gate, w_up, w_down)
+    expected_y, expected = layer("reference")(x, w_gate, w_up, w_down)
+    np.testing.assert_array_equal(stats.fired, expected.fired)
+    assert float(stats.l0) == float(expected.l0) == np.float32(np.mean(wanted))
+    assert_close(y, expected_y)
+    np.testing.assert_array_equal(np.asarray(y, np.float32)[np.asarray(wanted) == 0], 0)
+
+    twell = matmul_pack(x, w_gate, tile=tile, slots=slots, backend=backend)
+    lost = np.asarray(wanted) > slots
+    np.testing.assert_array_equal(twell.overflowed, lost)
+    product = np.asarray(twell_matmul(twell, w_down[:, :width], backend=backend), np.float32)
+    assert np.isnan(product[lost]).all()
+    truth = gates[~lost].astype(np.float64) @ np.asarray(w_down[:, :width], np.float64)
+    assert row_errors(product[~lost], truth).max() <= 2**-7
+
+
+def test_freed_memory_full_of_nan(backend):
+    """What a kernel does not write, it must not read."""
+    inputs = make_inputs(CASE)
+    expected, _ = layer("reference")(*arguments(inputs))
+    function = layer(backend).lower(*arguments(inputs)).compile()
+    poison = jax.block_until_ready(jnp.full((2 << 30) // 4, jnp.nan, jnp.float32))
+    del poison
+    y, stats = function(*arguments(inputs))
+    assert np.isfinite(np.asarray(y, np.float32)).all()
+    assert np.isfinite(stats.l1)
+    assert_close(y, expected)
+
+
+def test_ten_runs_are_bit_equal(backend):
+    inputs = make_inputs(CASE)
+    function = layer(backend)
+    first = jax.device_get(function(*arguments(inputs)))
+    for _ in range(9):
+        jax.tree.map(
+            np.testing.assert_array_equal, jax.device_get(function(*arguments(inputs))), first
+        )
+
+
+def test_two_layers_in_turn_in_one_program(backend):
+    """No scratch memory or count of one call is left for the next one."""
+    one, two = make_inputs(CASE, seed=0), make_inputs(CASE, seed=1)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def alternate(one, two, backend):
+        results = []
+        for _ in range(3):
+            for parameters in (one, two):
+                results.append(sparse_ffn(*parameters, backend=backend)[0])
+        return results
+
+    results = alternate(arguments(one), arguments(two), backend)
+    expected = alternate(arguments(one), arguments(two), "reference")
+    for number, (y, expected_y) in enumerate(zip(results, expected, strict=True)):
+        assert_close(y, expected_y)
+        np.testing.assert_array_equal(y, results[number % 2])
+
+
+def test_two_threads_at_a_time(backend):
+    inputs = [make_inputs(CASE, seed=seed) for seed in range(2)]
+    function = layer(backend)
+    expected = [jax.device_get(function(*arguments(i))) for i in inputs]
+    failures = []
+
+    def work(number):
+        try:
+            for _ in range(20):
+                got = jax.device_get(function(*arguments(inputs[number])))
+                jax.tree.map(np.testing.assert_array_equal, got, expected[number])
+        except AssertionError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
