@@ -8,6 +8,7 @@ two, with gate and up merged. Writes one row for each number of active neurons.
 """
 
 import functools
+import itertools
 import json
 import sys
 import time
@@ -24,15 +25,17 @@ from pallas_kernels.mosaic_gpu import consumer, ffn, gate
 from twell_jax.environment import describe_environment
 from twell_jax.flops import peak_flops
 
-_HIDDEN_SIZE = flags.DEFINE_integer("hidden_size", 2048, "Width D.", lower_bound=64)
-_INTERMEDIATE_SIZE = flags.DEFINE_integer(
-    "intermediate_size", 5632, "Number H of hidden neurons.", lower_bound=1
+_HIDDEN_SIZE = flags.DEFINE_list("hidden_size", ["2048"], "Width D; several in turn.")
+_INTERMEDIATE_SIZE = flags.DEFINE_list(
+    "intermediate_size", ["5632"], "Number H of hidden neurons; several in turn."
 )
-_TOKENS = flags.DEFINE_integer("tokens", 32768, "Number M of tokens.", lower_bound=1)
+_TOKENS = flags.DEFINE_list("tokens", ["32768"], "Number M of tokens; several in turn.")
 _ACTIVE = flags.DEFINE_list("active", ["29"], "Mean active neurons of a token; several in turn.")
 _RATES = flags.DEFINE_enum("rates", "uniform", RATES, "How unevenly neurons fire.")
 _RATES_FILE = flags.DEFINE_string("rates_file", "", "For --rates=file: an .npz with 'rates'.")
-_LAYER = flags.DEFINE_integer("layer", 0, "For --rates=file: which layer's rates.", lower_bound=0)
+_LAYER = flags.DEFINE_list(
+    "layer", ["0"], "For --rates=file: which layer's rates; several in turn."
+)
 _BACKEND = flags.DEFINE_enum("backend", "mosaic_gpu", BACKENDS, "Backend of sparse_ffn.")
 _PARTS = flags.DEFINE_bool("parts", True, "Also time the parts (backend mosaic_gpu).")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds of all in turn.", lower_bound=5)
@@ -67,18 +70,21 @@ def relative_row_errors(y, truth) -> np.ndarray:
     return np.asarray(jnp.where(norms > 0, errors / jnp.maximum(norms, 1e-30), errors))
 
 
+@jax.jit
+def _truth_of_piece(x, w_gate, w_up, w_down):
+    gates = jax.nn.relu(jnp.einsum("td,hd->th", x, w_gate, preferred_element_type=jnp.float32))
+    up = jnp.einsum("td,hd->th", x, w_up, preferred_element_type=jnp.float32)
+    return jnp.einsum("th,hd->td", gates * up, w_down.astype(jnp.float32), precision="highest")
+
+
 def truth_of(layer, rows=4096):
     """y in f32, in pieces that fit memory; the support is that of the bf16 gates."""
     x, w_gate, w_up, w_down = layer
 
-    @jax.jit
-    def piece(x):
-        gates = jax.nn.relu(jnp.einsum("td,hd->th", x, w_gate, preferred_element_type=jnp.float32))
-        up = jnp.einsum("td,hd->th", x, w_up, preferred_element_type=jnp.float32)
-        down = w_down.astype(jnp.float32)
-        return jnp.einsum("th,hd->td", gates * up, down, precision="highest")
-
-    pieces = [piece(x[first : first + rows]) for first in range(0, len(x), rows)]
+    pieces = [
+        _truth_of_piece(x[first : first + rows], w_gate, w_up, w_down)
+        for first in range(0, len(x), rows)
+    ]
     return jnp.concatenate(pieces)
 
 
@@ -99,8 +105,7 @@ def compare(layer, dense, sparse) -> dict:
     poison_memory()
     y, stats = jax.block_until_ready(sparse(*layer))
     errors = relative_row_errors(y, truth)
-    expected_y, expected = jax.jit(functools.partial(sparse_ffn, backend="reference"))(*layer)
-    del expected_y
+    _, expected = compiled("reference")[2](*layer)
     # Gates within a rounding of 0 may fall on either side: not many, and evenly.
     flips = np.abs(np.asarray(stats.fired) - np.asarray(expected.fired)).sum()
     result = {
@@ -161,14 +166,21 @@ def parts_of(layer) -> dict:
     }
 
 
-def measure(active: float) -> tuple[dict, dict]:
+@functools.cache
+def compiled(backend: str):
+    """The jitted layers, so that only a new shape compiles: dense, merged, sparse."""
+    sparse = functools.partial(sparse_ffn, backend=backend)
+    return jax.jit(dense_separate), jax.jit(dense_merged), jax.jit(sparse)
+
+
+def measure(
+    tokens: int, size: int, neurons: int, layer_number: int, active: float
+) -> tuple[dict, dict]:
     """(config, values) of a row."""
-    size, neurons, tokens = _HIDDEN_SIZE.value, _INTERMEDIATE_SIZE.value, _TOKENS.value
-    rates = firing_rates(_RATES.value, neurons, active, file=_RATES_FILE.value, layer=_LAYER.value)
+    rates = firing_rates(_RATES.value, neurons, active, file=_RATES_FILE.value, layer=layer_number)
     layer = make_layer(tokens, size, rates)
     x, w_gate, w_up, w_down = layer
-    dense, merged = jax.jit(dense_separate), jax.jit(dense_merged)
-    sparse = jax.jit(functools.partial(sparse_ffn, backend=_BACKEND.value))
+    dense, merged, sparse = compiled(_BACKEND.value)
     values = compare(layer, dense, sparse)
     w_both = jnp.concatenate([w_gate, w_up])
     functions = {
@@ -204,7 +216,7 @@ def measure(active: float) -> tuple[dict, dict]:
         "plan": None,
     }
     if _RATES.value == "file":
-        config["layer"] = _LAYER.value
+        config["layer"] = layer_number
     return config, values
 
 
@@ -213,9 +225,17 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     environment = describe_environment()
-    for active in map(float, _ACTIVE.value):
+    try:
+        sizes = [
+            [int(number) for number in flag.value]
+            for flag in (_TOKENS, _HIDDEN_SIZE, _INTERMEDIATE_SIZE, _LAYER)
+        ]
+        cases = list(itertools.product(*sizes, map(float, _ACTIVE.value)))
+    except ValueError as error:
+        raise app.UsageError(str(error)) from None
+    for case in cases:
         try:
-            config, values = measure(active)
+            config, values = measure(*case)
         except (DisagreementError, NotImplementedError, ValueError) as error:
             sys.exit(f"ffn: {error}")
         parts = "  ".join(f"{n} {t['median']:.3f}" for n, t in values["parts_ms"].items())
@@ -223,7 +243,8 @@ def main(argv: list[str]) -> None:
             f"M {config['tokens']} D {config['hidden_size']} H {config['intermediate_size']} "
             f"{config['rates']} active {values['active']:.1f}: {values['dense']} "
             f"{values['dense_ms']['median']:.3f} ms, "
-            f"sparse {values['sparse_ms']['median']:.3f} ms, ratio {values['ratio']:.2f}, row error {values['max_row_error']:.2e} "
+            f"sparse {values['sparse_ms']['median']:.3f} ms, ratio {values['ratio']:.2f}, "
+            f"row error {values['max_row_error']:.2e} "
             f"(dense {values['dense_max_row_error']:.2e})  {parts}",
             flush=True,
         )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import pack, reference
@@ -17,7 +18,7 @@ from tests.kernels.backends import GPU_BACKENDS
 from tests.kernels.cases import Case, make_inputs
 from tests.kernels.truth import row_errors
 
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True, on_race="raise")
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +26,10 @@ def two_multiprocessors(monkeypatch):
     """So that a thread block of the interpreted kernels has several tiles or tokens."""
     monkeypatch.setattr(gate, "num_sms", lambda: 2)
     monkeypatch.setattr(consumer, "num_sms", lambda: 2)
+    yield
+    # Newer versions of JAX raise by themselves; 0.11 only keeps a note, which has no public name.
+    races = gpu_callbacks._races
+    assert races is None or not races.races_found
 
 
 def bf16(rng, *shape):
@@ -47,7 +52,7 @@ def test_packing_matmul(rows, neurons, slots, races):
         w,
         mask,
         config=gate.default_config(slots),
-        interpret=plgpu.InterpretGPUParams(detect_races=races, on_race="raise"),
+        interpret=plgpu.InterpretGPUParams(detect_races=races),
     )
     twell = words.to_twell(packed, num_neurons=neurons, tile=gate.TILE)
     gates = jax.nn.relu(jnp.einsum("md,hd->mh", x, w, preferred_element_type=jnp.float32))
