@@ -10,6 +10,7 @@ import sys
 from absl import app, flags
 
 from benchmarks.results import append_row, state_commit
+from twell_jax.training.report import training_summary
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a finished run.", required=True)
 _LABEL = flags.DEFINE_string("label", None, "What the run is, in a few words.", required=True)
@@ -29,6 +30,8 @@ def main(argv: list[str]) -> None:
     except OSError as error:
         sys.exit(f"--workdir: no finished run: {error}")
     environment = summary.pop("environment")
+    # Of a run whose summary does not have it yet.
+    summary.setdefault("training", training_summary(workdir, summary["step"]))
     # Where the data lay on that machine is nobody's business.
     config["data"]["path"] = pathlib.Path(config["data"]["path"]).name
     try:

@@ -119,10 +119,16 @@ def forward(
     return y.reshape(*token_shape, width), stats
 
 
+# The kernels have no batch axis: a map over them is a loop.
+@jax.custom_batching.sequential_vmap
+def _forward(x, w_gate, w_up, w_down, token_mask):
+    return forward(x, w_gate, w_up, w_down, token_mask, config=FfnConfig())
+
+
 @jax.custom_vjp
 def sparse_ffn(x, w_gate, w_up, w_down, token_mask):
     """See `pallas_kernels.ops.sparse_ffn`; where it is differentiated it is the reference."""
-    return forward(x, w_gate, w_up, w_down, token_mask, config=FfnConfig())
+    return _forward(x, w_gate, w_up, w_down, token_mask)
 
 
 # The kernels of the backward pass are not written: training runs on the reference.

@@ -38,7 +38,8 @@ def packed(x, w, slots: int, *, interpret=None) -> Twell:
 def matmul_pack(x, w, tile, slots) -> Twell:
     """See `pallas_kernels.ops.matmul_pack`."""
     del tile
-    return packed(x, w, slots)
+    # The kernel has no batch axis: a map over it is a loop.
+    return jax.custom_batching.sequential_vmap(functools.partial(packed, slots=slots))(x, w)
 
 
 def _matmul_pack_forward(x, w, tile, slots):
@@ -73,7 +74,7 @@ def multiplied(twell: Twell, w, *, interpret=None) -> jax.Array:
 @jax.custom_vjp
 def twell_matmul(twell: Twell, w) -> jax.Array:
     """See `pallas_kernels.ops.twell_matmul`."""
-    return multiplied(twell, w)
+    return jax.custom_batching.sequential_vmap(multiplied)(twell, w)
 
 
 def _twell_matmul_forward(twell, w):

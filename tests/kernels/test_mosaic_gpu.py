@@ -146,6 +146,23 @@ def test_packed_matmuls():
     np.testing.assert_array_equal(np.isnan(y).all(axis=-1), lossy.overflowed)
 
 
+def test_a_map_is_a_loop(monkeypatch):
+    """vmap of the operations as they are registered, with the kernels interpreted."""
+
+    def interpreted(kernel):
+        return lambda *args, **kwargs: kernel(*args, **{**kwargs, "interpret": INTERPRET})
+
+    monkeypatch.setattr(ffn, "gate_words", interpreted(gate.gate_words))
+    monkeypatch.setattr(ffn, "up_down", interpreted(consumer.up_down))
+    monkeypatch.setattr(ffn, "FfnConfig", functools.partial(ffn.FfnConfig, max_active_share=1.0))
+    inputs = make_inputs(Case((2, 3), 64, 128, 0.1, "bfloat16"))
+    weights = (inputs.w_gate, inputs.w_up, inputs.w_down)
+    y, stats = jax.vmap(lambda x: ffn.sparse_ffn(x, *weights, None))(inputs.x)
+    expected_y, expected = jax.vmap(lambda x: reference.sparse_ffn(x, *weights, None))(inputs.x)
+    np.testing.assert_array_equal(stats.fired, expected.fired)
+    assert row_errors(y, np.asarray(expected_y, np.float32)).max() <= 2**-8
+
+
 @pytest.mark.parametrize(
     ("rows", "width", "neurons"),
     [(1, 64, 7), (257, 2048, 5632), (4096, 4096, 14336), (9, 576, 65536)],
