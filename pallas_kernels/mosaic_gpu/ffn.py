@@ -115,6 +115,7 @@ def forward(
         l0=jnp.sum(num_active.astype(jnp.float32)) * factor,
         fired=fired,
         num_tokens=num_tokens,
+        num_dense=jnp.where(is_dense, rows, num_overflowed).astype(jnp.int32),
     )
     return y.reshape(*token_shape, width), stats
 

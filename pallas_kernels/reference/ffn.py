@@ -35,12 +35,16 @@ class FfnStats(NamedTuple):
       l0: f32 scalar, mean over tokens of the number of active neurons.
       fired: int32 `[H]`, number of tokens on which a neuron was active.
       num_tokens: int32 scalar, number of unmasked tokens. All means are 0 if it is 0.
+      num_dense: int32 scalar, number of tokens, masked ones included, that a sparse backend
+        computed densely because they, or their whole batch, did not fit its format; 0 in
+        the reference. The result is the same; it tells why a layer is slow.
     """
 
     l1: jax.Array
     l0: jax.Array
     fired: jax.Array
     num_tokens: jax.Array
+    num_dense: jax.Array
 
 
 def _hidden(gate, up):
@@ -80,6 +84,7 @@ def _stats(hidden, active, token_mask) -> FfnStats:
         l0=jnp.sum(fired.astype(jnp.float32)) * factor,
         fired=fired,
         num_tokens=num_tokens,
+        num_dense=jnp.int32(0),
     )
 
 

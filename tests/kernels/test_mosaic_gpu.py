@@ -96,6 +96,14 @@ def test_layer(case, pool_rows, max_active_share):
     for name in ("l0", "num_tokens"):
         np.testing.assert_array_equal(getattr(stats, name), getattr(expected, name))
     np.testing.assert_allclose(stats.l1, expected.l1, rtol=2**-8)
+    twell = reference.matmul_pack(
+        inputs.x, inputs.w_up if inputs.w_gate is None else inputs.w_gate, 128, 15
+    )
+    num_dense = int(twell.overflowed.sum())
+    share = float(twell.count.sum()) / twell.overflowed.size / case.intermediate_size
+    if num_dense > min(pool_rows, twell.overflowed.size) or share > max_active_share:
+        num_dense = twell.overflowed.size
+    assert int(stats.num_dense) == num_dense
     y, expected_y = (
         np.asarray(a, np.float32).reshape(-1, case.hidden_size) for a in (y, expected_y)
     )

@@ -40,6 +40,7 @@ def _cotangent(stats_or_l1, l1_bar):
         l0=jnp.float32(0),
         fired=np.zeros(stats_or_l1.fired.shape, jax.dtypes.float0),
         num_tokens=np.zeros((), jax.dtypes.float0),
+        num_dense=np.zeros((), jax.dtypes.float0),
     )
 
 

@@ -59,7 +59,7 @@ def sharded_sparse_ffn(
             backend=backend,
         ),
         in_specs=(tokens, neurons, neurons, neurons, tokens),
-        out_specs=(tokens, FfnStats(l1=P(), l0=P(), fired=neurons, num_tokens=P())),
+        out_specs=(tokens, FfnStats(l1=P(), l0=P(), fired=neurons, num_tokens=P(), num_dense=P())),
     )(widened(x), *(widened(w, neurons) for w in (w_gate, w_up, w_down)), token_mask)
 
 
@@ -89,6 +89,8 @@ def _local_ffn(x, w_gate, w_up, w_down, token_mask, *, dtype, token_axes, neuron
         l0=global_mean(stats.l0),
         fired=jax.lax.psum(stats.fired, token_axes),
         num_tokens=num_tokens,
+        # A token counts once for every device that has a part of its neurons.
+        num_dense=jax.lax.psum(stats.num_dense, token_axes + neuron_axes),
     )
     if neuron_axes:
         y = narrow(jax.lax.psum(y.astype(jnp.float32), neuron_axes))
