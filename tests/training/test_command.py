@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -13,21 +13,12 @@ import numpy as np
 import pytest
 
 from tests.training.helpers import make_config
+from tests.training.preloaded import ROOT, run, start
 from twell_jax.training.config import Config
 from twell_jax.training.metrics import read_metrics
 
 # Some seconds of steps, so that there is time to interfere.
 NUM_STEPS = 1000
-
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def command(*arguments):
-    return [sys.executable, str(ROOT / "train.py"), *map(str, arguments)]
-
-
-def run(*arguments):
-    return subprocess.run(command(*arguments), capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +55,9 @@ def test_missing_config_file(tmp_path):
 
 
 def test_help_lists_every_field():
-    text = run("--help").stdout
+    # Started as a user does.
+    command = [sys.executable, str(ROOT / "train.py"), "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     for section in dataclasses.fields(Config):
         for field in dataclasses.fields(section.default_factory):
             assert f"--config.{section.name}.{field.name}=" in text
@@ -102,12 +95,6 @@ def long_run(data_path, tmp_path_factory):
     return file, folder / "whole"
 
 
-def start(*arguments):
-    return subprocess.Popen(
-        command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-
-
 def wait_for_step(process, workdir, step):
     """Returns when the run has logged `step`."""
     deadline = time.monotonic() + 300
@@ -116,7 +103,7 @@ def wait_for_step(process, workdir, step):
         if rows and rows[-1]["step"] >= step:
             return
         time.sleep(0.01)
-    raise AssertionError(f"step {step} was not reached: {process.stderr.read()}")
+    raise AssertionError(f"step {step} was not reached: {process.written()}")
 
 
 def losses(workdir):
@@ -176,44 +163,12 @@ def test_a_second_signal_leaves_at_once(long_run, tmp_path):
     assert all(step % 50 == 0 for step in steps)
 
 
-# Runs a training in a forked child for every line that it reads, so that the imports, most of
-# a start, are made once. A child writes the step that it goes on from to a file.
-_FORKING = """
-import os, pathlib, sys
-from twell_jax.training import loop
-
-folder = pathlib.Path(sys.argv[2])
-sys.path.insert(0, os.path.dirname(sys.argv[1]))
-import config
-
-class Writer(loop.MetricsWriter):
-    def __init__(self, workdir, resumed_step, writes=True):
-        super().__init__(workdir, resumed_step, writes)
-        (folder / "resumed").write_text(f"{resumed_step}.")
-
-loop.MetricsWriter = Writer
-for line in sys.stdin:
-    child = os.fork()
-    if child == 0:
-        loop.train(config.get_config(), folder / "run")
-        os._exit(0)
-    print(child, flush=True)
-    print(os.waitpid(child, 0)[1], flush=True)
-"""
-
-
 def test_twenty_random_kills(long_run, tmp_path):
     """Each takes a step at least, and loses at most the save that was being written."""
     file, whole = long_run
+    arguments = (f"--config={file}", f"--workdir={tmp_path}")
+    metrics = tmp_path / "metrics.jsonl"
     rng = np.random.default_rng(0)
-    parent = subprocess.Popen(
-        [sys.executable, "-c", _FORKING, str(file), str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=ROOT,
-    )
 
     def wait_for(condition, what):
         deadline = time.monotonic() + 60
@@ -223,29 +178,33 @@ def test_twenty_random_kills(long_run, tmp_path):
             time.sleep(0.002)
         raise AssertionError(what)
 
-    def resumed_step():
-        path = tmp_path / "resumed"
-        text = path.read_text() if path.is_file() else ""
-        return int(text[:-1]) if text.endswith(".") else None
+    def identity():
+        return metrics.stat().st_ino if metrics.is_file() else None
 
     def last_step(more_than=-1):
-        rows = read_metrics(tmp_path / "run")
+        rows = read_metrics(tmp_path)
         step = rows[-1]["step"] if rows else 0
         return step if step > more_than else None
 
     for life in range(20):
-        before = last_step()
-        (tmp_path / "resumed").unlink(missing_ok=True)
-        parent.stdin.write("go\n")
-        parent.stdin.flush()
-        child = int(parent.stdout.readline())
-        resumed = wait_for(resumed_step, f"life {life} did not begin")
+        before, file_before = last_step(), identity()
+        process = start(*arguments)
+        # Says where it goes on; then makes the file of metrics anew, without later steps.
+        begins = wait_for(
+            lambda process=process: re.search(r"; steps (\d+) to", process.written()[1]),
+            f"life {life} did not begin",
+        )
+        resumed = int(begins.group(1))
         # The save that was due last may not have been complete; the one before it was.
         assert resumed >= 50 * (before // 50) - 50
+        wait_for(
+            lambda file_before=file_before: None if identity() == file_before else True,
+            f"life {life} did not open its metrics",
+        )
         wait_for(lambda resumed=resumed: last_step(resumed), f"life {life} took no step")
         time.sleep(float(rng.uniform(0.0, 0.12)))
-        os.kill(child, signal.SIGKILL)
-        assert int(parent.stdout.readline()) == signal.SIGKILL
-    parent.communicate()
-    assert run(f"--config={file}", f"--workdir={tmp_path / 'run'}").returncode == 0
-    assert losses(tmp_path / "run") == losses(whole)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    assert run(*arguments).returncode == 0
+    assert losses(tmp_path) == losses(whole)

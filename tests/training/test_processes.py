@@ -3,12 +3,12 @@
 import json
 import signal
 import socket
-import subprocess
 
 import numpy as np
 
 from tests.training.helpers import make_config
-from tests.training.test_command import command, run, wait_for_step, write_config
+from tests.training.preloaded import run, start
+from tests.training.test_command import wait_for_step, write_config
 from twell_jax.training.metrics import read_metrics
 
 
@@ -18,17 +18,12 @@ def start_two(file, workdir):
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     return [
-        subprocess.Popen(
-            command(
-                f"--config={file}",
-                f"--workdir={workdir}",
-                f"--coordinator_address=localhost:{port}",
-                "--num_processes=2",
-                f"--process_id={number}",
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        start(
+            f"--config={file}",
+            f"--workdir={workdir}",
+            f"--coordinator_address=localhost:{port}",
+            "--num_processes=2",
+            f"--process_id={number}",
         )
         for number in range(2)
     ]

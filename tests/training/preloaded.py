@@ -1,0 +1,130 @@
+"""Starts train.py many times at the price of one: its imports take longer than most tests.
+
+A server process imports them, and forks for every start; no device is in use before that.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+_SERVER = """
+import json, os, runpy, sys
+import twell_jax.training.flags, twell_jax.training.loop
+
+for line in sys.stdin:
+    request = json.loads(line)
+    if "poll" in request:
+        pid, status = os.waitpid(request["poll"], os.WNOHANG)
+        print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
+        continue
+    pid = os.fork()
+    if pid == 0:
+        for number, path in ((1, request["out"]), (2, request["err"])):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.argv = request["argv"]
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+            code = 0
+        except SystemExit as exit:
+            if isinstance(exit.code, str):
+                print(exit.code, file=sys.stderr)
+            code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    print(pid, flush=True)
+"""
+
+
+class Run:
+    """A started train.py; as much of `subprocess.Popen` as the tests use."""
+
+    def __init__(self, launcher, pid, folder):
+        self.pid = pid
+        self.returncode = None
+        self._launcher, self._folder = launcher, folder
+
+    def poll(self):
+        if self.returncode is None:
+            self.returncode = self._launcher.ask({"poll": self.pid})
+        return self.returncode
+
+    def send_signal(self, signum):
+        os.kill(self.pid, signum)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def written(self):
+        """(stdout, stderr) so far."""
+        return tuple(
+            path.read_text() if path.exists() else ""
+            for path in (self._folder / "out", self._folder / "err")
+        )
+
+    def communicate(self, timeout=300):
+        """Waits; returns (stdout, stderr)."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"it did not end: {self.written()}")
+            time.sleep(0.01)
+        return self.written()
+
+
+class Launcher:
+    """The server, started when it is first needed."""
+
+    def __init__(self):
+        self._server = None
+        self._folder = tempfile.TemporaryDirectory()
+        self._number = 0
+
+    def ask(self, request):
+        if self._server is None:
+            self._server = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", _SERVER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+            )
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return json.loads(self._server.stdout.readline())
+
+    def start(self, *arguments) -> Run:
+        self._number += 1
+        folder = pathlib.Path(self._folder.name) / str(self._number)
+        folder.mkdir()
+        argv = [str(ROOT / "train.py"), *map(str, arguments)]
+        request = {"argv": argv, "out": str(folder / "out"), "err": str(folder / "err")}
+        return Run(self, self.ask(request), folder)
+
+
+_launcher = Launcher()
+
+
+def start(*arguments) -> Run:
+    """train.py with these arguments, in the background."""
+    return _launcher.start(*arguments)
+
+
+def run(*arguments) -> subprocess.CompletedProcess:
+    """train.py with these arguments, to its end."""
+    process = start(*arguments)
+    stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
