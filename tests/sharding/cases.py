@@ -99,7 +99,8 @@ def initial_parameters_are_the_same(_):
 
 
 def a_train_step_is_the_same_on_every_mesh(_):
-    for gated, micro_batch_size in ((True, 0), (True, 8), (False, 0)):
+    mixed = ((1, 8, 1), (2, 2, 2))
+    for gated, micro_batch_size, meshes in ((True, 0, MESHES), (True, 8, mixed), (False, 0, mixed)):
         config = sharded_config()
         config.model.gated = gated
         config.train.micro_batch_size = micro_batch_size
@@ -108,7 +109,7 @@ def a_train_step_is_the_same_on_every_mesh(_):
         config.optimizer.eps = 1e-4
         step = make_train_step(config)
         expected_state, expected = jax.jit(step)(initial_state(config), make_batch())
-        for shape in MESHES:
+        for shape in meshes:
             _, (state, metrics), _ = on_mesh(shape, config, step)
             for name, value in expected.items():
                 np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
