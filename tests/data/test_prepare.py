@@ -4,14 +4,13 @@ import gzip
 import json
 import lzma
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.preloaded import run_module
 from twell_jax.data import store
 from twell_jax.data.documents import BrokenRecord, read_documents
 from twell_jax.data.preparation import PrepareOptions, prepare
@@ -227,8 +226,7 @@ def test_command_line(prepared, tmp_path):
     _, options, _ = prepared
 
     def run(*arguments):
-        command = [sys.executable, "-m", "twell_jax.prepare", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return run_module("twell_jax.prepare", *arguments)
 
     arguments = [f"--input={options.inputs[0]}", f"--output={tmp_path / 'out'}"]
     done = run(*arguments, "--vocab_size=300", "--validation_fraction=0.1")

@@ -36,7 +36,7 @@ def sparse_matrices(draw):
 
 
 # A new shape compiles anew, which takes longer than hypothesis's usual deadline.
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(sparse_matrices())
 def test_format_invariants(drawn):
     dense, tile, slots = drawn

@@ -1,14 +1,10 @@
 """`python -m twell_jax.sharding` shows what every device holds."""
 
-import os
-import subprocess
-import sys
+from tests.preloaded import run_module
 
 
 def run(*arguments):
-    command = [sys.executable, "-m", "twell_jax.sharding", "--config=configs/tiny.py", *arguments]
-    environment = {**os.environ, "COLUMNS": "120"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return run_module("twell_jax.sharding", "--config=configs/tiny.py", *arguments)
 
 
 def test_layout_is_printed():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.training.helpers import make_config
-from tests.training.preloaded import ROOT, run, start
+from tests.preloaded import ROOT, run, start
 from twell_jax.training.config import Config
 from twell_jax.training.metrics import read_metrics
 

@@ -1,6 +1,7 @@
-"""Starts train.py many times at the price of one: its imports take longer than most tests.
+"""Starts commands many times at the price of one: their imports take longer than most tests.
 
-A server process imports them, and forks for every start; no device is in use before that.
+A server process imports what they need, and forks for every start; no device is in use before
+that, so that a command may still choose its devices.
 """
 
 import json
@@ -12,11 +13,12 @@ import sys
 import tempfile
 import time
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[1]
 
 _SERVER = """
 import json, os, runpy, sys
-import twell_jax.training.flags, twell_jax.training.loop
+import pytest
+import twell_jax.data.preparation, twell_jax.training.flags, twell_jax.training.loop
 
 for line in sys.stdin:
     request = json.loads(line)
@@ -31,7 +33,10 @@ for line in sys.stdin:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.argv = request["argv"]
         try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            if request["module"]:
+                runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(sys.argv[0], run_name="__main__")
             code = 0
         except SystemExit as exit:
             if isinstance(exit.code, str):
@@ -49,7 +54,7 @@ for line in sys.stdin:
 
 
 class Run:
-    """A started train.py; as much of `subprocess.Popen` as the tests use."""
+    """A started command; as much of `subprocess.Popen` as the tests use."""
 
     def __init__(self, launcher, pid, folder):
         self.pid = pid
@@ -106,12 +111,16 @@ class Launcher:
         self._server.stdin.flush()
         return json.loads(self._server.stdout.readline())
 
-    def start(self, *arguments) -> Run:
+    def start(self, script, module, arguments) -> Run:
         self._number += 1
         folder = pathlib.Path(self._folder.name) / str(self._number)
         folder.mkdir()
-        argv = [str(ROOT / "train.py"), *map(str, arguments)]
-        request = {"argv": argv, "out": str(folder / "out"), "err": str(folder / "err")}
+        request = {
+            "argv": [script, *map(str, arguments)],
+            "module": module,
+            "out": str(folder / "out"),
+            "err": str(folder / "err"),
+        }
         return Run(self, self.ask(request), folder)
 
 
@@ -120,11 +129,19 @@ _launcher = Launcher()
 
 def start(*arguments) -> Run:
     """train.py with these arguments, in the background."""
-    return _launcher.start(*arguments)
+    return _launcher.start(str(ROOT / "train.py"), "", arguments)
 
 
 def run(*arguments) -> subprocess.CompletedProcess:
     """train.py with these arguments, to its end."""
-    process = start(*arguments)
+    return _completed(start(*arguments), arguments)
+
+
+def run_module(module, *arguments) -> subprocess.CompletedProcess:
+    """`python -m module` with these arguments, to its end."""
+    return _completed(_launcher.start(module, module, arguments), arguments)
+
+
+def _completed(process, arguments):
     stdout, stderr = process.communicate()
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
