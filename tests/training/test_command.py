@@ -12,8 +12,8 @@ import time
 import numpy as np
 import pytest
 
-from tests.training.helpers import make_config
 from tests.preloaded import ROOT, run, start
+from tests.training.helpers import make_config
 from twell_jax.training.config import Config
 from twell_jax.training.metrics import read_metrics
 

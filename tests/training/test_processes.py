@@ -6,8 +6,8 @@ import socket
 
 import numpy as np
 
-from tests.training.helpers import make_config
 from tests.preloaded import run, start
+from tests.training.helpers import make_config
 from tests.training.test_command import wait_for_step, write_config
 from twell_jax.training.metrics import read_metrics
 
