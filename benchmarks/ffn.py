@@ -21,7 +21,8 @@ from absl import app, flags
 from benchmarks.results import append_row
 from benchmarks.workload import RATES, firing_rates, make_layer
 from pallas_kernels import BACKENDS, sparse_ffn
-from pallas_kernels.mosaic_gpu import consumer, ffn, gate
+from pallas_kernels.mosaic_gpu import consumer, gate
+from pallas_kernels.triton_gpu import launch
 from twell_jax.environment import describe_environment
 from twell_jax.flops import peak_flops
 
@@ -37,7 +38,7 @@ _LAYER = flags.DEFINE_list(
     "layer", ["0"], "For --rates=file: which layer's rates; several in turn."
 )
 _BACKEND = flags.DEFINE_enum("backend", "mosaic_gpu", BACKENDS, "Backend of sparse_ffn.")
-_PARTS = flags.DEFINE_bool("parts", True, "Also time the parts (backend mosaic_gpu).")
+_PARTS = flags.DEFINE_bool("parts", True, "Also time the parts (GPU backends).")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds of all in turn.", lower_bound=5)
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Calls of each in a round.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string(
@@ -147,22 +148,29 @@ def time_in_turn(functions: dict) -> dict:
     }
 
 
-def parts_of(layer) -> dict:
+def parts_of(layer, backend: str) -> dict:
     """The kernels alone, and XLA's relu(gate matmul): functions without arguments."""
     x, w_gate, w_up, w_down = layer
-    config = ffn.FfnConfig()
-    pack = jax.jit(lambda x, w: gate.gate_words(x, w, None, config=config.gate))
+    config = gate.GateConfig()
+    if backend == "triton":
+        pack = jax.jit(lambda x, w: launch.pack_words(x, w, None, config=launch.PackConfig()))
+    else:
+        pack = jax.jit(lambda x, w: gate.gate_words(x, w, None, config=config))
     words, _ = pack(x, w_gate)
-    consumer_config = consumer.default_config(x.shape[1], words.shape[1], config.gate.slots)
-    up_down = jax.jit(functools.partial(consumer.up_down, config=consumer_config))
     matmul = jax.jit(lambda x, w: jax.nn.relu(x @ w.T))
     counts = jnp.sum(matmul(x, w_gate) != 0, axis=1)
     if not bool(jnp.all(jnp.abs(counts - jnp.sum(words[:, :, 0], axis=1)) <= 2)):
         raise DisagreementError("the packed counts differ from those of the matmul")
-    return {
-        "gate_pack": lambda: pack(x, w_gate),
-        "xla_relu_gate": lambda: matmul(x, w_gate),
-        "consumer": lambda: up_down(words, x, w_up, w_down),
+    parts = {"gate_pack": lambda: pack(x, w_gate), "xla_relu_gate": lambda: matmul(x, w_gate)}
+    if backend == "mosaic_gpu":
+        consumer_config = consumer.default_config(x.shape[1], words.shape[1], config.slots)
+        up_down = jax.jit(functools.partial(consumer.up_down, config=consumer_config))
+        return parts | {"consumer": lambda: up_down(words, x, w_up, w_down)}
+    make_lists, up_down = jax.jit(launch.make_lists), jax.jit(launch.up_down)
+    lists, lengths, _ = make_lists(words)
+    return parts | {
+        "lists": lambda: make_lists(words),
+        "consumer": lambda: up_down(lists, lengths, x, w_up, w_down),
     }
 
 
@@ -188,8 +196,8 @@ def measure(
         "dense_merged": lambda: merged(x, w_both, w_down),
         "sparse": lambda: sparse(*layer),
     }
-    if _PARTS.value and _BACKEND.value == "mosaic_gpu":
-        functions |= parts_of(layer)
+    if _PARTS.value and _BACKEND.value not in ("auto", "reference"):
+        functions |= parts_of(layer, _BACKEND.value)
     times = time_in_turn(functions)
     fastest = min(("dense_separate", "dense_merged"), key=lambda name: times[name]["median"])
     values |= {"dense": fastest, "dense_ms": times[fastest], "sparse_ms": times["sparse"]}

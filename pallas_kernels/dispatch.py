@@ -5,7 +5,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pallas_kernels import reference
-from pallas_kernels.mosaic_gpu import ffn, matmuls
+from pallas_kernels.mosaic_gpu import ffn as mosaic_ffn
+from pallas_kernels.mosaic_gpu import matmuls as mosaic_matmuls
+from pallas_kernels.triton_gpu import ffn as triton_ffn
+from pallas_kernels.triton_gpu import matmuls as triton_matmuls
 
 _logger = logging.getLogger(__name__)
 
@@ -30,13 +33,27 @@ def _serves_all(*_, **__) -> None:
 
 
 # In the order in which "auto" tries them. What a backend lacks or refuses passes to the next.
+# "mosaic_triton" packs by Mosaic GPU and multiplies by Triton, the faster of each on Hopper.
 _OPERATIONS: dict[str, dict[str, Implementation]] = {
-    "mosaic_gpu": {
-        "sparse_ffn": Implementation(ffn.check_sparse_ffn, ffn.sparse_ffn),
-        "matmul_pack": Implementation(matmuls.check_matmul_pack, matmuls.matmul_pack),
-        "twell_matmul": Implementation(matmuls.check_twell_matmul, matmuls.twell_matmul),
+    "mosaic_triton": {
+        "sparse_ffn": Implementation(
+            triton_ffn.check_sparse_ffn_on_hopper, triton_ffn.sparse_ffn_on_hopper
+        ),
     },
-    "triton": {},
+    "mosaic_gpu": {
+        "sparse_ffn": Implementation(mosaic_ffn.check_sparse_ffn, mosaic_ffn.sparse_ffn),
+        "matmul_pack": Implementation(mosaic_matmuls.check_matmul_pack, mosaic_matmuls.matmul_pack),
+        "twell_matmul": Implementation(
+            mosaic_matmuls.check_twell_matmul, mosaic_matmuls.twell_matmul
+        ),
+    },
+    "triton": {
+        "sparse_ffn": Implementation(triton_ffn.check_sparse_ffn, triton_ffn.sparse_ffn),
+        "matmul_pack": Implementation(triton_matmuls.check_matmul_pack, triton_matmuls.matmul_pack),
+        "twell_matmul": Implementation(
+            triton_matmuls.check_twell_matmul, triton_matmuls.twell_matmul
+        ),
+    },
     "reference": {
         "sparse_ffn": Implementation(_serves_all, reference.sparse_ffn),
         "matmul_pack": Implementation(_serves_all, reference.matmul_pack),
@@ -58,7 +75,7 @@ def check_backend(backend: str) -> None:
 def _checked(backend: str, operation: str, *args, **kwargs) -> Callable:
     implementation = _OPERATIONS[backend].get(operation)
     if implementation is None:
-        raise NotImplementedError(f"backend {backend!r} has no {operation} yet")
+        raise NotImplementedError(f"backend {backend!r} has no {operation}")
     implementation.check(*args, **kwargs)
     return implementation.run
 
@@ -81,12 +98,15 @@ def call(operation: str, backend: str, *args, **kwargs):
             refusals.append(str(error))
             continue
         if refusals:
-            _log_once(f"{operation} runs on backend {name!r} ({'; '.join(refusals)})")
+            reasons = "; ".join(refusals)
+            _log_once(logging.WARNING, f"{operation} runs on backend {name!r} ({reasons})")
+        else:
+            _log_once(logging.INFO, f"{operation} runs on backend {name!r}")
         return run(*args, **kwargs)
     raise NotImplementedError(f"no backend can serve {operation}: {'; '.join(refusals)}")
 
 
-def _log_once(message: str) -> None:
+def _log_once(level: int, message: str) -> None:
     if message not in _logged:
         _logged.add(message)
-        _logger.warning(message)
+        _logger.log(level, message)

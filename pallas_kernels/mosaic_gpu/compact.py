@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
-from pallas_kernels.mosaic_gpu.words import entry_index, entry_value
+from pallas_kernels.words import entry_index, entry_value
 
 # A lane of the first warp copies the entries of one tile. $0, $1: places in the lists of
 # numbers and values; $2: address of the entries; $3: how many of them.

@@ -10,14 +10,14 @@ SMEM_BYTES = 224 * 1024
 REGISTERS = 65536
 
 
-def require_hopper() -> None:
+def require_hopper(backend: str = "mosaic_gpu") -> None:
     """Raises NotImplementedError unless the default device is a Hopper GPU."""
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", None)
     if device.platform != "gpu" or capability != "9.0":
         found = device.device_kind if capability is None else f"{device.device_kind} ({capability})"
         raise NotImplementedError(
-            f"backend 'mosaic_gpu' needs a Hopper GPU (compute capability 9.0), found {found}"
+            f"backend {backend!r} needs a Hopper GPU (compute capability 9.0), found {found}"
         )
 
 

@@ -4,8 +4,8 @@ In the layout of a wgmma accumulator four neighbouring lanes share a row, and ea
 holds pairs of neighbouring columns. A lane marks the active neurons of its part of a row in
 a bit mask; a prefix sum over the four lanes gives it its first slot. Then it visits the few
 bits that are set. As registers cannot be addressed by a number, the lane keeps its rounded
-values in shared memory, too. The order of the entries is fixed: by lane, then even columns,
-then odd ones.
+values of a row in shared memory, too, where no other thread reads them. The order of the
+entries is fixed: by lane, then even columns, then odd ones.
 """
 
 import jax
@@ -75,9 +75,9 @@ _STORE_IF = "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p st.shared.u32 [$0], $1; }"
 _KEPT_STRIDE = 16 * utils.WARPGROUP_SIZE
 
 
-def kept_shape(tile_m: int, tile: int) -> tuple[int, ...]:
-    """Shape of the int32 scratch that `pack_tile` needs."""
-    return (tile_m * tile // 8 // utils.WARPGROUP_SIZE, utils.WARPGROUP_SIZE, 4)
+def kept_shape(tile: int) -> tuple[int, ...]:
+    """Shape of the int32 scratch that `pack_tile` needs: the pairs of one row of each thread."""
+    return (tile // 32, utils.WARPGROUP_SIZE, 4)
 
 
 def _shared_address(ref):
@@ -142,16 +142,15 @@ def _emit(acc, words, fired, pairs_kept, token_weight, first_row, first_neuron, 
     real_columns = arith.ori(low, arith.shli(high, const(16)))
 
     kept = arith.addi(_shared_address(pairs_kept), arith.muli(thread, const(16)))
-    for number, (row, registers) in enumerate(_rows_of_thread(acc)):
+    for row, registers in _rows_of_thread(acc):
         row_in_matrix = arith.addi(row, arith.index_cast(ir.IndexType.get(), first_row))
         weight = memref.load(token_weight, [row_in_matrix])
-        kept_of_row = arith.addi(kept, const(number * len(registers) // 4 * _KEPT_STRIDE))
         pairs, mask = [], const(0)
         for register in registers:
             pairs.append(ptx(_TO_BF16_PAIR, half(register, 0), half(register, 1)))
             mask = ptx(_MARK_PAIR.format(bit=1 << (len(pairs) - 1)), mask, pairs[-1])
         for first in range(0, len(pairs), 4):
-            address = arith.addi(kept_of_row, const(first // 4 * _KEPT_STRIDE))
+            address = arith.addi(kept, const(first // 4 * _KEPT_STRIDE))
             utils.inline_ptx(_KEEP_PAIRS, address, *pairs[first : first + 4])
         mask = arith.andi(mask, real_columns)
         count = mathdialect.ctpop(mask)
@@ -174,7 +173,7 @@ def _emit(acc, words, fired, pairs_kept, token_weight, first_row, first_neuron, 
             mask,
             arith.addi(row_address, arith.muli(arith.addi(before, const(1)), const(4))),
             arith.addi(row_address, const(4 * width)),
-            kept_of_row,
+            kept,
             lane_neuron,
             lane_counter,
             weight,

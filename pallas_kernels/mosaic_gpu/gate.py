@@ -20,12 +20,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.device import num_sms, output
 from pallas_kernels.mosaic_gpu.epilogue import kept_shape, pack_tile, pack_tile_interpreted
-from pallas_kernels.mosaic_gpu.words import num_tiles
+from pallas_kernels.words import num_tiles
 
 # Neurons of a tile: one warpgroup packs 128 columns with 128 threads.
 TILE = 128
 
-# More do not fit the shared memory beside two stages of the pipeline.
+# More do not fit the shared memory beside three stages of the pipeline.
 MAX_SLOTS = 63
 
 
@@ -47,16 +47,11 @@ class GateConfig:
     tile_k: int = 64
     stages: int = 3
     slots: int = 15
-    grid_width: int = 8
+    grid_width: int = 4
 
     def __post_init__(self):
         if not 0 < self.slots <= MAX_SLOTS or (self.slots + 1) % 4:
             raise ValueError(f"slots: must be 3, 7, ... {MAX_SLOTS}, got {self.slots}")
-
-
-def default_config(slots: int) -> GateConfig:
-    """Three stages of the pipeline fit beside up to 15 slots, two beside more."""
-    return GateConfig(slots=slots, stages=3 if slots <= 15 else 2)
 
 
 def _kernel(
@@ -104,7 +99,7 @@ def _kernel(
         allocations=pipeline(nothing, nothing).get_allocations(x_ref, w_ref),
         words_smem=plgpu.SMEM((2, tile_m, width), jnp.int32),
         fired_smem=plgpu.SMEM((2, TILE), jnp.int32),
-        kept_smem=plgpu.SMEM((2, *kept_shape(tile_m, TILE)), jnp.int32),
+        kept_smem=plgpu.SMEM((2, *kept_shape(TILE)), jnp.int32),
         collective_axes="wg",
     )
     def _(allocations, words_smem, fired_smem, kept_smem):

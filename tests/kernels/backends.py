@@ -3,24 +3,36 @@
 import pytest
 
 from pallas_kernels.mosaic_gpu.device import require_hopper
+from pallas_kernels.triton_gpu.device import require_triton
 
 
-def _has_hopper() -> bool:
+def _runs_here(*requirements) -> bool:
     try:
-        require_hopper()
+        for require in requirements:
+            require("")
     except NotImplementedError:
         return False
     return True
 
 
-_ON_GPU = [pytest.param("mosaic_gpu", marks=pytest.mark.gpu)] if _has_hopper() else []
+_NEEDS = {
+    "mosaic_triton": (require_hopper, require_triton),
+    "mosaic_gpu": (require_hopper,),
+    "triton": (require_triton,),
+}
+_HERE = [name for name, needs in _NEEDS.items() if _runs_here(*needs)]
+_ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in _HERE]
+
+# Those that have the packed matmuls, too.
+PACKING_BACKENDS = ("reference", *(p for p in _ON_GPU if p.values[0] != "mosaic_triton"))
+HAS_HOPPER = "mosaic_gpu" in _HERE
 
 BACKENDS = ("reference", *_ON_GPU)
 GPU_BACKENDS = tuple(_ON_GPU)
 F32_BACKENDS = ("reference",)
 
 
-def with_backends(cases) -> list:
+def with_backends(cases, backends=None) -> list:
     """Parameters (case, backend): every case with every backend that serves its dtype.
 
     What is left out here must be refused: `test_mosaic_gpu` has it.
@@ -30,7 +42,7 @@ def with_backends(cases) -> list:
             case, *_values(backend), marks=_marks(backend), id=f"{case}-{_values(backend)[0]}"
         )
         for case in cases
-        for backend in BACKENDS
+        for backend in backends or BACKENDS
         if _values(backend)[0] == "reference" or case.dtype == "bfloat16"
     ]
 

@@ -12,9 +12,9 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import pack, reference
-from pallas_kernels.mosaic_gpu import consumer, device, ffn, gate, matmuls, words
-from tests.kernels.backends import GPU_BACKENDS
+from pallas_kernels import pack, packed_ffn, packed_matmuls, reference, words
+from pallas_kernels.mosaic_gpu import consumer, device, ffn, gate, matmuls
+from tests.kernels.backends import HAS_HOPPER
 from tests.kernels.cases import Case, make_inputs
 from tests.kernels.truth import row_errors
 
@@ -51,7 +51,7 @@ def test_packing_matmul(rows, neurons, slots, races):
         x,
         w,
         mask,
-        config=gate.default_config(slots),
+        config=gate.GateConfig(slots=slots),
         interpret=plgpu.InterpretGPUParams(detect_races=races),
     )
     twell = words.to_twell(packed, num_neurons=neurons, tile=gate.TILE)
@@ -88,8 +88,8 @@ def test_layer(case, pool_rows, max_active_share):
     """
     inputs = make_inputs(case)
     arguments = (inputs.x, inputs.w_gate, inputs.w_up, inputs.w_down, inputs.token_mask)
-    config = ffn.FfnConfig(pool_rows=pool_rows, max_active_share=max_active_share)
-    y, stats = ffn.forward(*arguments, config=config, interpret=INTERPRET)
+    config = packed_ffn.FfnConfig(pool_rows=pool_rows, max_active_share=max_active_share)
+    y, stats = packed_ffn.forward(*arguments, kernels=ffn.kernels(INTERPRET), config=config)
     expected_y, expected = reference.sparse_ffn(*arguments)
     np.testing.assert_array_equal(stats.fired, expected.fired)
     for name in ("l0", "num_tokens"):
@@ -112,7 +112,7 @@ def test_layer(case, pool_rows, max_active_share):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not GPU_BACKENDS, reason="no Hopper GPU")
+@pytest.mark.skipif(not HAS_HOPPER, reason="no Hopper GPU")
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("density", [0.005, 0.05, 0.5, 1.0])
 def test_kernels_at_any_density_on_a_gpu(density, gated, monkeypatch):
@@ -121,8 +121,9 @@ def test_kernels_at_any_density_on_a_gpu(density, gated, monkeypatch):
     case = Case((257,), 576, 1000, density, "bfloat16", gated=gated, mask="random")
     inputs = make_inputs(case)
     arguments = (inputs.x, inputs.w_gate, inputs.w_up, inputs.w_down, inputs.token_mask)
-    config = ffn.FfnConfig(max_active_share=1.0)
-    y, stats = jax.jit(functools.partial(ffn.forward, config=config))(*arguments)
+    config = packed_ffn.FfnConfig(max_active_share=1.0)
+    function = functools.partial(packed_ffn.forward, kernels=ffn.kernels(), config=config)
+    y, stats = jax.jit(function)(*arguments)
     expected_y, expected = jax.jit(reference.sparse_ffn)(*arguments)
     np.testing.assert_array_equal(stats.fired, expected.fired)
     np.testing.assert_allclose(stats.l0, expected.l0, rtol=2**-20)
@@ -134,13 +135,19 @@ def test_packed_matmuls():
     rng = np.random.default_rng(0)
     x, w, down = bf16(rng, 2, 3, 64), bf16(rng, 344, 64), bf16(rng, 344, 192)
     x, w = x.at[..., 0].set(4), w.at[:, 0].set(-3)
-    twell = matmuls.packed(x, w, 31, interpret=INTERPRET)
+    matmul_pack = packed_matmuls.make_matmul_pack(
+        functools.partial(matmuls.packed, interpret=INTERPRET)
+    )
+    twell_matmul = packed_matmuls.make_twell_matmul(
+        functools.partial(matmuls.multiplied, interpret=INTERPRET)
+    )
+    twell = matmul_pack(x, w, 128, 31)
     expected = reference.matmul_pack(x, w, 128, 31)
     jax.tree.map(np.testing.assert_array_equal, twell, expected)
     # Also of a Twell that no kernel could have made: other tiles and slots.
     other = pack(reference.unpack(expected), tile=50, slots=17)
     for packed in (twell, other):
-        y = matmuls.multiplied(packed, down, interpret=INTERPRET)
+        y = twell_matmul(packed, down)
         np.testing.assert_allclose(
             np.asarray(y, np.float32),
             np.asarray(reference.twell_matmul(packed, down), np.float32),
@@ -149,22 +156,19 @@ def test_packed_matmuls():
         )
     lossy = pack(reference.unpack(expected), tile=128, slots=8)
     assert 0 < int(lossy.overflowed.sum()) <= 6
-    y = matmuls.multiplied(lossy, down, interpret=INTERPRET)
+    y = twell_matmul(lossy, down)
     np.testing.assert_array_equal(np.isnan(y).all(axis=-1), lossy.overflowed)
 
 
 def test_a_map_is_a_loop(monkeypatch):
     """vmap of the operations as they are registered, with the kernels interpreted."""
-
-    def interpreted(kernel):
-        return lambda *args, **kwargs: kernel(*args, **{**kwargs, "interpret": INTERPRET})
-
-    monkeypatch.setattr(ffn, "gate_words", interpreted(gate.gate_words))
-    monkeypatch.setattr(ffn, "up_down", interpreted(consumer.up_down))
-    monkeypatch.setattr(ffn, "FfnConfig", functools.partial(ffn.FfnConfig, max_active_share=1.0))
+    monkeypatch.setattr(
+        packed_ffn, "FfnConfig", functools.partial(packed_ffn.FfnConfig, max_active_share=1.0)
+    )
+    sparse_ffn = packed_ffn.make_sparse_ffn(ffn.kernels(INTERPRET))
     inputs = make_inputs(Case((2, 3), 64, 128, 0.1, "bfloat16"))
     weights = (inputs.w_gate, inputs.w_up, inputs.w_down)
-    y, stats = jax.vmap(lambda x: ffn.sparse_ffn(x, *weights, None))(inputs.x)
+    y, stats = jax.vmap(lambda x: sparse_ffn(x, *weights, None))(inputs.x)
     expected_y, expected = jax.vmap(lambda x: reference.sparse_ffn(x, *weights, None))(inputs.x)
     np.testing.assert_array_equal(stats.fired, expected.fired)
     assert row_errors(y, np.asarray(expected_y, np.float32)).max() <= 2**-8
@@ -180,7 +184,7 @@ def test_lowers_for_cuda(rows, width, neurons, gated):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     weight = array(neurons, width)
-    function = functools.partial(ffn.forward, config=ffn.FfnConfig())
+    function = ffn.sparse_ffn
     lowered = (
         jax.jit(function)
         .trace(array(rows, width), weight if gated else None, weight, weight, None)

@@ -59,6 +59,8 @@ def test_counts_around_the_slots_in_one_tile(backend):
     assert_close(y, expected_y)
     np.testing.assert_array_equal(np.asarray(y, np.float32)[np.asarray(wanted) == 0], 0)
 
+    if backend == "mosaic_triton":  # has no matmuls of its own
+        return
     twell = matmul_pack(x, w_gate, tile=tile, slots=slots, backend=backend)
     lost = np.asarray(wanted) > slots
     np.testing.assert_array_equal(twell.overflowed, lost)

@@ -10,14 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import matmul_pack, pack, twell_matmul, unpack
-from tests.kernels.backends import F32_BACKENDS, with_backends
+from tests.kernels.backends import F32_BACKENDS, PACKING_BACKENDS, with_backends
 from tests.kernels.cases import TABLE, Case, make_inputs
 from tests.kernels.truth import row_errors
 
 MATMUL_CASES = [case for case in TABLE if case.gated and case.mask == "none"]
 
 # Tiles, and slots to choose from, that a backend packs.
-TILES = {"reference": (96, range(1, 97)), "mosaic_gpu": (128, range(3, 64, 4))}
+TILES = {
+    "reference": (96, range(1, 97)),
+    "mosaic_gpu": (128, range(3, 64, 4)),
+    "triton": (64, range(1, 65)),
+}
 
 
 @st.composite
@@ -64,7 +68,7 @@ def test_format_invariants(drawn):
     np.testing.assert_array_equal(np.asarray(unpack(twell), np.float32), expected)
 
 
-@pytest.mark.parametrize(("case", "backend"), with_backends(MATMUL_CASES))
+@pytest.mark.parametrize(("case", "backend"), with_backends(MATMUL_CASES, PACKING_BACKENDS))
 def test_matmul_pack_and_twell_matmul(case, backend):
     """With room for every entry both matmuls equal the dense ones, NaN and inf included."""
     inputs = make_inputs(case)

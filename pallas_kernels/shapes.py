@@ -2,29 +2,31 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic_gpu.gate import GateConfig
-from pallas_kernels.mosaic_gpu.words import MAX_NEURONS
+from pallas_kernels.words import MAX_NEURONS
 
-# A wider row does not fit the registers of a warpgroup.
+# Elements of D that a step of the packing matmuls takes.
+WIDTH_MULTIPLE = 64
+
+# A wider row does not fit the registers of a thread block.
 MAX_WIDTH = 8192
 
 
-def check_weights(x, w) -> None:
+def check_weights(backend: str, x, w) -> None:
     """Raises NotImplementedError for an operand x or a weight w `[H, D]` that is not served."""
     if x.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"backend 'mosaic_gpu' serves bfloat16, got {x.dtype}")
+        raise NotImplementedError(f"backend {backend!r} serves bfloat16, got {x.dtype}")
     width = w.shape[1]
-    if width % GateConfig.tile_k or width > MAX_WIDTH:
+    if width % WIDTH_MULTIPLE or width > MAX_WIDTH:
         raise NotImplementedError(
-            f"backend 'mosaic_gpu' needs D to be a multiple of {GateConfig.tile_k} up to "
+            f"backend {backend!r} needs D to be a multiple of {WIDTH_MULTIPLE} up to "
             f"{MAX_WIDTH}, got {width}"
         )
     if w.shape[0] > MAX_NEURONS:
         raise NotImplementedError(
-            f"backend 'mosaic_gpu' serves up to {MAX_NEURONS} neurons, got {w.shape[0]}"
+            f"backend {backend!r} serves up to {MAX_NEURONS} neurons, got {w.shape[0]}"
         )
     if 0 in x.shape:
-        raise NotImplementedError("backend 'mosaic_gpu' needs at least one token")
+        raise NotImplementedError(f"backend {backend!r} needs at least one token")
 
 
 def pad_columns(array, multiple: int):

@@ -1,0 +1,28 @@
+"""Where the Triton kernels can run."""
+
+import importlib.util
+
+import jax
+
+# bf16 matrix units came with Ampere.
+_OLDEST = (8, 0)
+
+
+def require_triton(backend: str) -> None:
+    """Raises NotImplementedError unless jax-triton is installed and the GPU has bf16 matmuls."""
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or capability is None:
+        raise NotImplementedError(
+            f"backend {backend!r} needs an NVIDIA GPU, found {device.device_kind}"
+        )
+    if tuple(map(int, capability.split("."))) < _OLDEST:
+        raise NotImplementedError(
+            f"backend {backend!r} needs compute capability 8.0 or newer, "
+            f"found {device.device_kind} ({capability})"
+        )
+    if importlib.util.find_spec("jax_triton") is None:
+        raise NotImplementedError(
+            f"backend {backend!r} needs jax-triton, which is not installed "
+            "(pip install 'twell-jax[triton]')"
+        )

@@ -1,0 +1,47 @@
+"""`sparse_ffn` by Triton kernels, and by the faster kernel of each kind on Hopper."""
+
+from pallas_kernels import packed_ffn
+from pallas_kernels.mosaic_gpu.device import require_hopper
+from pallas_kernels.mosaic_gpu.gate import GateConfig, gate_words
+from pallas_kernels.packed_ffn import Kernels, Rows
+from pallas_kernels.shapes import check_weights
+from pallas_kernels.triton_gpu import launch
+from pallas_kernels.triton_gpu.device import require_triton
+
+
+def _listed(words) -> Rows:
+    lists, lengths, num_active = launch.make_lists(words)
+    return Rows((lists, lengths), num_active, lengths < 0)
+
+
+def _pack(x, w, token_mask):
+    words, fired = launch.pack_words(x, w, token_mask, config=launch.PackConfig())
+    return _listed(words), fired
+
+
+def _pack_by_mosaic(x, w, token_mask):
+    words, fired = gate_words(x, w, token_mask, config=GateConfig())
+    return _listed(words), fired
+
+
+def _up_down(packed, x, w_up, w_down):
+    return launch.up_down(*packed, x, w_up, w_down)
+
+
+sparse_ffn = packed_ffn.make_sparse_ffn(Kernels(_pack, _up_down))
+
+# On an H200 Mosaic GPU packs faster, and Triton reads the weights' rows faster.
+sparse_ffn_on_hopper = packed_ffn.make_sparse_ffn(Kernels(_pack_by_mosaic, _up_down))
+
+
+def check_sparse_ffn(x, w_gate, w_up, w_down, token_mask, *, backend="triton") -> None:
+    """Raises NotImplementedError if these kernels cannot serve the arguments here."""
+    del w_gate, w_down, token_mask
+    require_triton(backend)
+    check_weights(backend, x, w_up)
+
+
+def check_sparse_ffn_on_hopper(*arguments) -> None:
+    """The same for the kernels of both kinds."""
+    require_hopper("mosaic_triton")
+    check_sparse_ffn(*arguments, backend="mosaic_triton")
