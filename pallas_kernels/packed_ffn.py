@@ -86,7 +86,12 @@ def forward(
     num_pairs = jnp.sum(num_active.astype(jnp.float32))
     is_dense = (num_overflowed > pool_rows) | (num_pairs > config.max_active_share * neurons * rows)
 
-    def fill_pool(y, norm):
+    def by_kernels():
+        gated = (x, w_up) if w_gate is not None else (None, None)
+        return kernels.up_down(packed, *gated, w_down)
+
+    def by_kernels_and_pool():
+        y, norm = by_kernels()
         pooled = jnp.nonzero(overflowed, size=pool_rows, fill_value=rows)[0]
         pool_y, pool_norm = _dense(
             x.at[pooled].get(mode="fill", fill_value=0), w_gate, w_up, w_down
@@ -96,15 +101,13 @@ def forward(
             norm.at[pooled].set(pool_norm, mode="drop", unique_indices=True),
         )
 
-    def by_kernels():
-        gated = (x, w_up) if w_gate is not None else (None, None)
-        y, norm = kernels.up_down(packed, *gated, w_down)
-        return lax.cond(num_overflowed > 0, fill_pool, lambda *results: results, y, norm)
-
     def densely():
         return _dense(x, w_gate, w_up, w_down)
 
-    y, norm = lax.cond(is_dense, densely, by_kernels)
+    # One choice for all: the host waits for its number, so it must be known before the
+    # consumer runs, and the next operations are sent off while it does.
+    way = jnp.where(is_dense, 2, jnp.where(num_overflowed > 0, 1, 0))
+    y, norm = lax.switch(way, (by_kernels, by_kernels_and_pool, densely))
     if mask is not None:
         norm, num_active = jnp.where(mask, norm, 0), jnp.where(mask, num_active, 0)
     num_tokens = reference_ffn.count_tokens(token_shape, mask)

@@ -130,13 +130,20 @@ def _kernel(
                         num_neurons,
                     )
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(
-                        words_smem.at[wg],
-                        words_ref.at[pl.ds(block_row * tile_m, tile_m), pl.ds(tile * width, width)],
-                    )
-                    plgpu.copy_smem_to_gmem(
-                        fired_smem.at[wg], fired_ref.at[block_row, pl.ds(tile * TILE, TILE)]
-                    )
+
+                    # The second tile of a block may lie past the last one. A copy there would
+                    # not be dropped: where it is contiguous, it goes to the rows that follow.
+                    @pl.when(tile < num_tiles(num_neurons, TILE))
+                    def _():
+                        plgpu.copy_smem_to_gmem(
+                            words_smem.at[wg],
+                            words_ref.at[
+                                pl.ds(block_row * tile_m, tile_m), pl.ds(tile * width, width)
+                            ],
+                        )
+                        plgpu.copy_smem_to_gmem(
+                            fired_smem.at[wg], fired_ref.at[block_row, pl.ds(tile * TILE, TILE)]
+                        )
 
             def multiply(_, x_smem, w_smem, acc_ref):
                 plgpu.wgmma(acc_ref, x_smem, w_smem.at[pl.ds(wg * TILE, TILE)].T)

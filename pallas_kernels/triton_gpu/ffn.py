@@ -28,10 +28,13 @@ def _up_down(packed, x, w_up, w_down):
     return launch.up_down(*packed, x, w_up, w_down)
 
 
-sparse_ffn = packed_ffn.make_sparse_ffn(Kernels(_pack, _up_down))
+KERNELS = Kernels(_pack, _up_down)
 
 # On an H200 Mosaic GPU packs faster, and Triton reads the weights' rows faster.
-sparse_ffn_on_hopper = packed_ffn.make_sparse_ffn(Kernels(_pack_by_mosaic, _up_down))
+KERNELS_ON_HOPPER = Kernels(_pack_by_mosaic, _up_down)
+
+sparse_ffn = packed_ffn.make_sparse_ffn(KERNELS)
+sparse_ffn_on_hopper = packed_ffn.make_sparse_ffn(KERNELS_ON_HOPPER)
 
 
 def check_sparse_ffn(x, w_gate, w_up, w_down, token_mask, *, backend="triton") -> None:

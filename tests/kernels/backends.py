@@ -25,7 +25,6 @@ _ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in _HERE]
 
 # Those that have the packed matmuls, too.
 PACKING_BACKENDS = ("reference", *(p for p in _ON_GPU if p.values[0] != "mosaic_triton"))
-HAS_HOPPER = "mosaic_gpu" in _HERE
 
 BACKENDS = ("reference", *_ON_GPU)
 GPU_BACKENDS = tuple(_ON_GPU)
@@ -35,7 +34,7 @@ F32_BACKENDS = ("reference",)
 def with_backends(cases, backends=None) -> list:
     """Parameters (case, backend): every case with every backend that serves its dtype.
 
-    What is left out here must be refused: `test_mosaic_gpu` has it.
+    What is left out here must be refused: `test_mosaic_gpu` and `test_triton` have it.
     """
     return [
         pytest.param(

@@ -14,7 +14,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import pack, packed_ffn, packed_matmuls, reference, words
 from pallas_kernels.mosaic_gpu import consumer, device, ffn, gate, matmuls
-from tests.kernels.backends import HAS_HOPPER
 from tests.kernels.cases import Case, make_inputs
 from tests.kernels.truth import row_errors
 
@@ -109,26 +108,6 @@ def test_layer(case, pool_rows, max_active_share):
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected_y))
     scale = np.nanmax(np.abs(expected_y), initial=0)
     assert np.nanmax(np.abs(y - expected_y), initial=0) <= 2**-8 * scale
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HAS_HOPPER, reason="no Hopper GPU")
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("density", [0.005, 0.05, 0.5, 1.0])
-def test_kernels_at_any_density_on_a_gpu(density, gated, monkeypatch):
-    """Where `sparse_ffn` would take the dense matmuls, too."""
-    monkeypatch.undo()
-    case = Case((257,), 576, 1000, density, "bfloat16", gated=gated, mask="random")
-    inputs = make_inputs(case)
-    arguments = (inputs.x, inputs.w_gate, inputs.w_up, inputs.w_down, inputs.token_mask)
-    config = packed_ffn.FfnConfig(max_active_share=1.0)
-    function = functools.partial(packed_ffn.forward, kernels=ffn.kernels(), config=config)
-    y, stats = jax.jit(function)(*arguments)
-    expected_y, expected = jax.jit(reference.sparse_ffn)(*arguments)
-    np.testing.assert_array_equal(stats.fired, expected.fired)
-    np.testing.assert_allclose(stats.l0, expected.l0, rtol=2**-20)
-    np.testing.assert_allclose(stats.l1, expected.l1, rtol=2**-8)
-    assert row_errors(y, np.asarray(expected_y, np.float32)).max() <= 2**-7
 
 
 def test_packed_matmuls():

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import matmul_pack, sparse_ffn, twell_matmul
+from pallas_kernels import matmul_pack, packed_ffn, reference, sparse_ffn, twell_matmul
+from pallas_kernels.mosaic_gpu import ffn as mosaic_ffn
+from pallas_kernels.triton_gpu import ffn as triton_ffn
 from tests.kernels.backends import GPU_BACKENDS
 from tests.kernels.cases import Case, make_inputs
 from tests.kernels.truth import row_errors
@@ -18,6 +20,12 @@ pytestmark = [
     pytest.mark.skipif(not GPU_BACKENDS, reason="no GPU that a kernel serves"),
     pytest.mark.parametrize("backend", GPU_BACKENDS or ("none",)),
 ]
+
+GPU_KERNELS = {
+    "mosaic_gpu": mosaic_ffn.kernels(),
+    "triton": triton_ffn.KERNELS,
+    "mosaic_triton": triton_ffn.KERNELS_ON_HOPPER,
+}
 
 CASE = Case((1000,), 256, 1000, 0.005, "bfloat16")
 
@@ -68,6 +76,45 @@ def test_counts_around_the_slots_in_one_tile(backend):
     assert np.isnan(product[lost]).all()
     truth = gates[~lost].astype(np.float64) @ np.asarray(w_down[:, :width], np.float64)
     assert row_errors(product[~lost], truth).max() <= 2**-7
+
+
+def by_kernels(backend):
+    """The layer, with its kernels at densities at which it would be computed densely, too."""
+    config = packed_ffn.FfnConfig(max_active_share=1.0)
+    return jax.jit(
+        functools.partial(packed_ffn.forward, kernels=GPU_KERNELS[backend], config=config)
+    )
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("density", [0.005, 0.05, 0.5, 1.0])
+def test_kernels_at_any_density(backend, density, gated):
+    case = Case((257,), 576, 1000, density, "bfloat16", gated=gated, mask="random")
+    inputs = make_inputs(case)
+    y, stats = by_kernels(backend)(*arguments(inputs), inputs.token_mask)
+    expected_y, expected = jax.jit(reference.sparse_ffn)(*arguments(inputs), inputs.token_mask)
+    np.testing.assert_array_equal(stats.fired, expected.fired)
+    np.testing.assert_allclose(stats.l0, expected.l0, rtol=2**-20)
+    np.testing.assert_allclose(stats.l1, expected.l1, rtol=2**-8)
+    assert_close(y, expected_y)
+
+
+@pytest.mark.parametrize("neurons", [7, 128, 344])
+def test_an_odd_number_of_tiles(backend, neurons):
+    """Blocks of two tiles, of which one does not exist: it must not write to other rows."""
+    rows, active = 1000, 3
+    rng = np.random.default_rng(0)
+    gates = np.zeros((rows, neurons), np.float32)
+    gates[np.arange(rows)[:, None], rng.integers(0, neurons, (rows, active))] = 1
+    x = jnp.asarray(np.pad(gates, ((0, 0), (0, 512 - neurons))), jnp.bfloat16)
+    weights = (jnp.eye(neurons, 512, dtype=jnp.bfloat16),) * 3
+    function = by_kernels(backend)
+    # What another block writes, or does not, depends on timing.
+    for _ in range(20):
+        y, stats = function(x, *weights, None)
+        np.testing.assert_array_equal(stats.fired, gates.sum(axis=0))
+        assert float(stats.l0) == np.float32(gates.sum() / rows)
+        np.testing.assert_array_equal(np.asarray(y, np.float32)[:, :neurons], gates)
 
 
 def test_freed_memory_full_of_nan(backend):
