@@ -96,7 +96,8 @@ def make_lists(
     total = tl.sum(counts, axis=0)
     fits = tl.max(counts, axis=0) <= slots
     start = tl.cumsum(counts, axis=0) - counts
-    there = (word[None, :] < counts[:, None]) & fits
+    kept = tl.where(fits, counts, 0)
+    there = word[None, :] < kept[:, None]
     entries = tl.load(first[:, None] + 1 + word[None, :], mask=there, other=0)
     place = row * (num_tiles * slots) + start[:, None] + word[None, :]
     tl.store(lists + place, entries, mask=there)

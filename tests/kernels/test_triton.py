@@ -1,9 +1,10 @@
 """The Triton kernels without a GPU: compiled for five kinds of them, and refused on a CPU.
 
-The case table runs them on a GPU (`test_sparse_ffn`, `test_twell`).
+`test_interpreted` runs them.
 """
 
 import importlib.util
+import os
 import pathlib
 import subprocess
 import sys
@@ -20,6 +21,7 @@ def test_kernels_compile_for_every_kind_of_gpu():
     """In a process of its own: triton is not imported where JAX is in use."""
     result = subprocess.run(
         [sys.executable, "-m", "tests.kernels.triton_compiled"],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
         cwd=pathlib.Path(__file__).parents[2],
         capture_output=True,
         text=True,
