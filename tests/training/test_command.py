@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -161,6 +162,36 @@ def test_a_second_signal_leaves_at_once(long_run, tmp_path):
     assert "saved" not in messages
     steps = [int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()]
     assert all(step % 50 == 0 for step in steps)
+
+
+def test_a_full_disk_ends_the_run_and_loses_nothing(long_run, tmp_path):
+    """Real writes fail: no file of the process may grow past a size that it soon reaches."""
+    file, whole = long_run
+    process = start(f"--config={file}", f"--workdir={tmp_path}")
+    wait_for_step(process, tmp_path, 120)
+    # What it logs still fits, and stays readable.
+    largest = max(p.stat().st_size for p in (tmp_path / "checkpoints").rglob("*") if p.is_file())
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (largest - 1, largest - 1))
+    messages = process.communicate(timeout=120)[1]
+    assert process.returncode == 1
+    assert re.search(r"^train.py: .*File too large", messages.splitlines()[-1]), messages[-2000:]
+    stopped_at = read_metrics(tmp_path)[-1]["step"]
+    assert 120 <= stopped_at < NUM_STEPS
+
+    result = run(f"--config={file}", f"--workdir={tmp_path}")
+    assert result.returncode == 0
+    assert "resumed from" in result.stderr
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_a_folder_that_cannot_be_written(data_path, tmp_path):
+    (tmp_path / "file").write_text("")
+    for workdir in (tmp_path / "file", tmp_path / "file" / "run", "/proc/run"):
+        file = write_config(tmp_path, make_config(data_path))
+        result = run(f"--config={file}", f"--workdir={workdir}")
+        assert result.returncode == 1
+        assert f"--workdir={workdir}: " in result.stderr
+        assert "Traceback" not in result.stderr
 
 
 def test_twenty_random_kills(long_run, tmp_path):

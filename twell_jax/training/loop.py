@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import pathlib
+import tempfile
 
 import jax
 import numpy as np
@@ -56,8 +57,7 @@ def train(config: Config, workdir: str | pathlib.Path) -> dict:
     """
     config.validate()
     mesh = _make_mesh(config)
-    workdir = pathlib.Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
+    workdir = _make_workdir(pathlib.Path(workdir))
     data_path = _find_data(config, workdir)
     checkpointer = Checkpointer(
         workdir / "checkpoints", config.checkpoint, store.fingerprint(data_path)
@@ -67,6 +67,16 @@ def train(config: Config, workdir: str | pathlib.Path) -> dict:
             return _Run(config, workdir, data_path, mesh, checkpointer).run()
     finally:
         checkpointer.close()
+
+
+def _make_workdir(workdir: pathlib.Path) -> pathlib.Path:
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        # Better now than at the first checkpoint.
+        tempfile.TemporaryFile(dir=workdir).close()
+    except OSError as error:
+        raise ConfigError(f"--workdir={workdir}: cannot write there: {error.strerror}") from None
+    return workdir
 
 
 def _make_mesh(config: Config) -> jax.sharding.Mesh:
