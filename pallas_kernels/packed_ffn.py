@@ -1,6 +1,6 @@
 """The sparse feed-forward layer from kernels: pack, then touch active neurons only.
 
-Three ways, all exact, chosen on the device:
+Three ways, all exact, chosen on the device, for the forward and the backward pass alike:
 
 - A token that has more active neurons in a tile than there are slots (the first tokens of a
   text do) has lost entries. Up to `pool_rows` such tokens are gathered and computed densely;
@@ -16,37 +16,35 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.reference import FfnStats
 from pallas_kernels.reference import ffn as reference_ffn
 
-
-class Rows(NamedTuple):
-    """Packed gates, as the consumer of a backend reads them.
-
-    Attributes:
-      packed: whatever that consumer takes.
-      num_active: int32 `[M]`, active neurons of each token.
-      overflowed: bool `[M]`, True for tokens that lost entries.
-    """
-
-    packed: Any
-    num_active: jax.Array
-    overflowed: jax.Array
+# Kernels only; some tokens densely; all of them densely.
+_SPARSE, _POOL, _DENSE = range(3)
 
 
 class Kernels(NamedTuple):
     """The kernels of a backend.
 
     Attributes:
-      pack: `(x, w, token_mask) -> (Rows, fired)`, of `relu(x w')`; `fired` is int32 `[H]`, the
-        number of unmasked tokens on which a neuron was active.
-      up_down: `(packed, x, w_up, w_down) -> (y, norm)`, with the L1 norm of h; both 0 in rows
-        that overflowed. Without a gate, x and w_up are None.
+      pack: `(x, w, token_mask) -> (words, fired)`, of `relu(x w')`; `fired` is int32 `[H]`, the
+        number of unmasked tokens on which a neuron was active. See `words`.
+      make_lists: `(words, lengths, capacity) -> lists`, whatever the others read. `lengths`,
+        int32 `[M]`, is the number of active neurons of a token, or 0 to leave it out.
+      up_down: `(lists, x, w_up, w_down) -> (y, norm)`, with the L1 norm of h; both 0 in rows
+        that were left out. Without a gate, x and w_up are None.
+      gradients: `(lists, l1_scale, x, y_bar, w_gate, w_up, w_down, start) -> (dx, dw_gate, dw_up,
+        dw_down)`. `l1_scale` is that of the reference; weight gradients are added to `start`, f32
+        by weight, or to 0 if it is None. Or None: then a differentiated layer is the
+        reference.
     """
 
-    pack: Callable[..., tuple[Rows, jax.Array]]
+    pack: Callable[..., tuple[jax.Array, jax.Array]]
+    make_lists: Callable[..., Any]
     up_down: Callable[..., tuple[jax.Array, jax.Array]]
+    gradients: Callable[..., tuple] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +62,38 @@ class FfnConfig:
     max_active_share: float = 0.01
 
 
+class Residuals(NamedTuple):
+    """What the backward pass needs, besides the arguments of the layer.
+
+    Attributes:
+      lists: the active neurons and their gates.
+      overflowed: bool `[M]`, tokens that lost entries.
+      way: int32, how the layer was computed.
+    """
+
+    lists: Any
+    overflowed: jax.Array
+    way: jax.Array
+
+
+def list_capacity(rows: int, neurons: int, config: FfnConfig) -> int:
+    """Entries that lists have room for."""
+    return max(int(rows * neurons * config.max_active_share), 1)
+
+
+def _pooled(overflowed, pool_rows: int):
+    """Numbers of the tokens in the pool; places that are left over lie past the last token."""
+    return jnp.nonzero(overflowed, size=pool_rows, fill_value=len(overflowed))[0]
+
+
+def _take(array, pooled):
+    return array.at[pooled].get(mode="fill", fill_value=0)
+
+
+def _put(array, pooled, values):
+    return array.at[pooled].set(values.astype(array.dtype), mode="drop", unique_indices=True)
+
+
 def _dense(x, w_gate, w_up, w_down):
     """`(y, norm)` of tokens, computed as the reference does."""
     y, hidden = reference_ffn.dense_forward(x, w_gate, w_up, w_down)
@@ -72,41 +102,41 @@ def _dense(x, w_gate, w_up, w_down):
 
 def forward(
     x, w_gate, w_up, w_down, token_mask, *, kernels: Kernels, config: FfnConfig
-) -> tuple[jax.Array, FfnStats]:
-    """The layer, without its gradient; arguments and results of `pallas_kernels.ops.sparse_ffn`."""
+) -> tuple[tuple[jax.Array, FfnStats], Residuals]:
+    """The layer; arguments and first result of `pallas_kernels.ops.sparse_ffn`."""
     token_shape, width = x.shape[:-1], x.shape[-1]
     x = x.reshape(-1, width)
     mask = None if token_mask is None else token_mask.reshape(-1)
     rows, neurons = x.shape[0], w_up.shape[0]
-    rows_packed, fired = kernels.pack(x, w_up if w_gate is None else w_gate, mask)
-    packed, num_active, overflowed = rows_packed
+    words, fired = kernels.pack(x, w_up if w_gate is None else w_gate, mask)
+    counts = words[:, :, 0]
+    num_active = jnp.sum(counts, axis=1)
+    overflowed = jnp.any(counts > words.shape[2] - 1, axis=1)
     num_overflowed = jnp.sum(overflowed)
     pool_rows = min(config.pool_rows, rows)
-    # In f32: the number of pairs may be past 2^31.
+    capacity = list_capacity(rows, neurons, config)
+    # In f32, as the number of pairs may be past 2^31; less what its rounding may hide.
     num_pairs = jnp.sum(num_active.astype(jnp.float32))
-    is_dense = (num_overflowed > pool_rows) | (num_pairs > config.max_active_share * neurons * rows)
+    is_dense = (num_overflowed > pool_rows) | (num_pairs > capacity * (1 - 2**-16))
+    # One choice for all: the host waits for its number, so it must be known before the
+    # consumer runs, and the next operations are sent off while it does.
+    way = jnp.where(is_dense, _DENSE, jnp.where(num_overflowed > 0, _POOL, _SPARSE))
+    lengths = jnp.where(overflowed | is_dense, 0, num_active)
+    lists = checkpoint_name(kernels.make_lists(words, lengths, capacity), "ffn_lists")
 
     def by_kernels():
         gated = (x, w_up) if w_gate is not None else (None, None)
-        return kernels.up_down(packed, *gated, w_down)
+        return kernels.up_down(lists, *gated, w_down)
 
     def by_kernels_and_pool():
         y, norm = by_kernels()
-        pooled = jnp.nonzero(overflowed, size=pool_rows, fill_value=rows)[0]
-        pool_y, pool_norm = _dense(
-            x.at[pooled].get(mode="fill", fill_value=0), w_gate, w_up, w_down
-        )
-        return (
-            y.at[pooled].set(pool_y, mode="drop", unique_indices=True),
-            norm.at[pooled].set(pool_norm, mode="drop", unique_indices=True),
-        )
+        pooled = _pooled(overflowed, pool_rows)
+        pool_y, pool_norm = _dense(_take(x, pooled), w_gate, w_up, w_down)
+        return _put(y, pooled, pool_y), _put(norm, pooled, pool_norm)
 
     def densely():
         return _dense(x, w_gate, w_up, w_down)
 
-    # One choice for all: the host waits for its number, so it must be known before the
-    # consumer runs, and the next operations are sent off while it does.
-    way = jnp.where(is_dense, 2, jnp.where(num_overflowed > 0, 1, 0))
     y, norm = lax.switch(way, (by_kernels, by_kernels_and_pool, densely))
     if mask is not None:
         norm, num_active = jnp.where(mask, norm, 0), jnp.where(mask, num_active, 0)
@@ -119,21 +149,71 @@ def forward(
         num_tokens=num_tokens,
         num_dense=jnp.where(is_dense, rows, num_overflowed).astype(jnp.int32),
     )
-    return y.reshape(*token_shape, width), stats
+    residuals = Residuals(lists, *checkpoint_name((overflowed, way), "ffn_lists"))
+    return (y.reshape(*token_shape, width), stats), residuals
 
 
-def make_sparse_ffn(kernels: Kernels) -> Callable:
-    """`sparse_ffn` of a backend, see `pallas_kernels.ops`; differentiated, it is the reference."""
+def backward(
+    x, w_gate, w_up, w_down, token_mask, residuals, cotangents, *, kernels, config
+) -> tuple:
+    """Gradients of x and the weights; the first five arguments are those of `forward`."""
+    y_bar, stats_bar = cotangents
+    shape, width = x.shape, x.shape[-1]
+    x, y_bar = x.reshape(-1, width), y_bar.reshape(-1, width)
+    mask = None if token_mask is None else token_mask.reshape(-1)
+    weights = (w_gate, w_up, w_down)
+    l1_scale = reference_ffn.l1_scales(stats_bar.l1, x.shape[:1], mask)
+    lists, overflowed, way = residuals
+
+    def of_tokens(x, y_bar, l1_scale):
+        """As the reference does; f32."""
+        activations = reference_ffn.activations(x, w_gate, w_up)
+        return reference_ffn.gradients(x, *weights, *activations, y_bar, l1_scale)
+
+    def by_kernels(start=None):
+        return kernels.gradients(lists, l1_scale, x, y_bar, *weights, start)
+
+    def by_kernels_and_pool():
+        pooled = _pooled(overflowed, min(config.pool_rows, len(x)))
+        pool_dx, *start = of_tokens(*(_take(array, pooled) for array in (x, y_bar, l1_scale)))
+        dx, *dw = by_kernels(start)
+        return _put(dx, pooled, pool_dx), *dw
+
+    def densely():
+        results = of_tokens(x, y_bar, l1_scale)
+        return jax.tree.map(lambda result: result.astype(x.dtype), results)
+
+    dx, *dw = lax.switch(way, (by_kernels, by_kernels_and_pool, densely))
+    return dx.reshape(shape), *dw
+
+
+def make_sparse_ffn(kernels: Kernels, config: FfnConfig = FfnConfig()) -> Callable:
+    """`sparse_ffn` of a backend, see `pallas_kernels.ops`."""
+    settings = {"kernels": kernels, "config": config}
 
     # The kernels have no batch axis: a map over them is a loop.
     @jax.custom_batching.sequential_vmap
-    def mapped(x, w_gate, w_up, w_down, token_mask):
-        return forward(x, w_gate, w_up, w_down, token_mask, kernels=kernels, config=FfnConfig())
+    def mapped_forward(*arguments):
+        return forward(*arguments, **settings)
+
+    @jax.custom_batching.sequential_vmap
+    def mapped_backward(*arguments):
+        return backward(*arguments, **settings)
 
     @jax.custom_vjp
     def sparse_ffn(x, w_gate, w_up, w_down, token_mask):
-        return mapped(x, w_gate, w_up, w_down, token_mask)
+        return mapped_forward(x, w_gate, w_up, w_down, token_mask)[0]
 
-    # The kernels of the backward pass are not written: training runs on the reference.
-    sparse_ffn.defvjp(reference_ffn.forward, reference_ffn.backward)
+    def save(*arguments):
+        result, residuals = mapped_forward(*arguments)
+        return result, (arguments, residuals)
+
+    def differentiate(saved, cotangents):
+        arguments, residuals = saved
+        return *mapped_backward(*arguments, residuals, cotangents), None
+
+    if kernels.gradients is None:
+        sparse_ffn.defvjp(reference_ffn.forward, reference_ffn.backward)
+    else:
+        sparse_ffn.defvjp(save, differentiate)
     return sparse_ffn

@@ -2,25 +2,25 @@
 
 import functools
 
-import jax.numpy as jnp
-
 from pallas_kernels import packed_ffn
 from pallas_kernels.mosaic_gpu import consumer
 from pallas_kernels.mosaic_gpu.device import require_hopper
 from pallas_kernels.mosaic_gpu.gate import GateConfig, gate_words
-from pallas_kernels.packed_ffn import Kernels, Rows
+from pallas_kernels.packed_ffn import Kernels
 from pallas_kernels.shapes import check_weights, pad_columns
 
 NAME = "mosaic_gpu"
 
 
-def pack(x, w, token_mask, *, interpret=None) -> tuple[Rows, object]:
-    """`Kernels.pack`; what is packed are words."""
-    config = GateConfig()
-    words, fired = gate_words(x, w, token_mask, config=config, interpret=interpret)
-    counts = words[:, :, 0]
-    rows = Rows(words, jnp.sum(counts, axis=1), jnp.any(counts > config.slots, axis=1))
-    return rows, fired
+def pack(x, w, token_mask, *, interpret=None):
+    """`Kernels.pack`."""
+    return gate_words(x, w, token_mask, config=GateConfig(), interpret=interpret)
+
+
+def make_lists(words, lengths, capacity):
+    """`Kernels.make_lists`: the consumer reads words, and leaves out rows that lost entries."""
+    del lengths, capacity
+    return words
 
 
 def up_down(words, x, w_up, w_down, *, interpret=None):
@@ -39,6 +39,7 @@ def kernels(interpret=None) -> Kernels:
     """The kernels, as they run or in the interpreter."""
     return Kernels(
         functools.partial(pack, interpret=interpret),
+        make_lists,
         functools.partial(up_down, interpret=interpret),
     )
 

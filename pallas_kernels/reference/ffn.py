@@ -88,7 +88,7 @@ def _stats(hidden, active, token_mask) -> FfnStats:
     )
 
 
-def _activations(x, w_gate, w_up):
+def activations(x, w_gate, w_up):
     """The rounded gate, None in the non-gated layer, and up activations."""
     if w_gate is None:
         gate, up = None, jax.nn.relu(to_hidden(x, w_up)).astype(x.dtype)
@@ -100,13 +100,13 @@ def _activations(x, w_gate, w_up):
 
 def dense_forward(x, w_gate, w_up, w_down):
     """`y`, in the dtype of x, and `h`, in f32, without statistics."""
-    hidden = _hidden(*_activations(x, w_gate, w_up))
+    hidden = _hidden(*activations(x, w_gate, w_up))
     return from_hidden(hidden.astype(x.dtype), w_down).astype(x.dtype), hidden
 
 
 def forward(x, w_gate, w_up, w_down, token_mask):
     """`(y, stats)`, and the residuals of `backward`."""
-    gate, up = _activations(x, w_gate, w_up)
+    gate, up = activations(x, w_gate, w_up)
     hidden = _hidden(gate, up)
     active = (up if gate is None else gate) != 0  # True for NaN
     y = from_hidden(hidden.astype(x.dtype), w_down).astype(x.dtype)
@@ -114,21 +114,30 @@ def forward(x, w_gate, w_up, w_down, token_mask):
     return (y, _stats(hidden, active, token_mask)), residuals
 
 
-def backward(residuals, cotangents):
-    """Gradients of the five arguments of `forward`; none of the mask."""
-    x, w_gate, w_up, w_down, token_mask, gate, up = residuals
-    y_bar, stats_bar = cotangents
+def l1_scales(l1_bar, token_shape, token_mask):
+    """Derivative of the loss by the L1 norm of h of every token, f32 `token_shape`."""
+    scale = l1_bar * mean_factor(count_tokens(token_shape, token_mask))
+    mask = True if token_mask is None else token_mask
+    return jnp.broadcast_to(jnp.where(mask, scale, 0), token_shape)
+
+
+def gradients(x, w_gate, w_up, w_down, gate, up, y_bar, l1_scale):
+    """f32 gradients of x and the weights.
+
+    Args:
+      x, w_gate, w_up, w_down: of the layer.
+      gate, up: the rounded activations; gate is None in the non-gated layer.
+      y_bar: cotangent of y.
+      l1_scale: see `l1_scales`.
+    """
     hidden = _hidden(gate, up)
     active = (up if gate is None else gate) != 0
+    # Where the scale is 0 the sign of a NaN must not matter.
+    scale = l1_scale[..., None]
+    l1_term = jnp.where(scale != 0, scale * jnp.sign(hidden), 0)
+    hidden_bar = jnp.where(active, to_hidden(y_bar, w_down) + l1_term, 0)
 
-    l1_bar = stats_bar.l1 * mean_factor(count_tokens(x.shape[:-1], token_mask))
-    l1_term = l1_bar * jnp.sign(hidden)
-    if token_mask is not None:
-        l1_term = jnp.where(token_mask[..., None], l1_term, 0)
-    hidden_bar = to_hidden(y_bar, w_down)
-    hidden_bar = jnp.where(active, hidden_bar + l1_term, 0)
-
-    dw_down = over_tokens(hidden.astype(x.dtype), y_bar).astype(w_down.dtype)
+    dw_down = over_tokens(hidden.astype(x.dtype), y_bar)
     if gate is None:
         up_bar = hidden_bar.astype(x.dtype)
         dx = from_hidden(up_bar, w_up)
@@ -138,9 +147,17 @@ def backward(residuals, cotangents):
         # Off the support hidden_bar is 0, but 0 times an infinite `up` is not.
         gate_bar = jnp.where(active, hidden_bar * up.astype(jnp.float32), 0).astype(x.dtype)
         dx = from_hidden(up_bar, w_up) + from_hidden(gate_bar, w_gate)
-        dw_gate = over_tokens(gate_bar, x).astype(w_gate.dtype)
-    dw_up = over_tokens(up_bar, x).astype(w_up.dtype)
-    return dx.astype(x.dtype), dw_gate, dw_up, dw_down, None
+        dw_gate = over_tokens(gate_bar, x)
+    return dx, dw_gate, over_tokens(up_bar, x), dw_down
+
+
+def backward(residuals, cotangents):
+    """Gradients of the five arguments of `forward`; none of the mask."""
+    x, w_gate, w_up, w_down, token_mask, gate, up = residuals
+    y_bar, stats_bar = cotangents
+    scale = l1_scales(stats_bar.l1, x.shape[:-1], token_mask)
+    results = gradients(x, w_gate, w_up, w_down, gate, up, y_bar, scale)
+    return *jax.tree.map(lambda result: result.astype(x.dtype), results), None
 
 
 @jax.custom_vjp

@@ -3,35 +3,24 @@
 from pallas_kernels import packed_ffn
 from pallas_kernels.mosaic_gpu.device import require_hopper
 from pallas_kernels.mosaic_gpu.gate import GateConfig, gate_words
-from pallas_kernels.packed_ffn import Kernels, Rows
+from pallas_kernels.packed_ffn import Kernels
 from pallas_kernels.shapes import check_weights
-from pallas_kernels.triton_gpu import launch
+from pallas_kernels.triton_gpu import backward, launch
 from pallas_kernels.triton_gpu.device import require_triton
 
 
-def _listed(words) -> Rows:
-    lists, lengths, num_active = launch.make_lists(words)
-    return Rows((lists, lengths), num_active, lengths < 0)
-
-
 def _pack(x, w, token_mask):
-    words, fired = launch.pack_words(x, w, token_mask, config=launch.PackConfig())
-    return _listed(words), fired
+    return launch.pack_words(x, w, token_mask, config=launch.PackConfig())
 
 
 def _pack_by_mosaic(x, w, token_mask):
-    words, fired = gate_words(x, w, token_mask, config=GateConfig())
-    return _listed(words), fired
+    return gate_words(x, w, token_mask, config=GateConfig())
 
 
-def _up_down(packed, x, w_up, w_down):
-    return launch.up_down(*packed, x, w_up, w_down)
-
-
-KERNELS = Kernels(_pack, _up_down)
+KERNELS = Kernels(_pack, launch.make_lists, launch.up_down, backward.gradients)
 
 # On an H200 Mosaic GPU packs faster, and Triton reads the weights' rows faster.
-KERNELS_ON_HOPPER = Kernels(_pack_by_mosaic, _up_down)
+KERNELS_ON_HOPPER = KERNELS._replace(pack=_pack_by_mosaic)
 
 sparse_ffn = packed_ffn.make_sparse_ffn(KERNELS)
 sparse_ffn_on_hopper = packed_ffn.make_sparse_ffn(KERNELS_ON_HOPPER)

@@ -76,66 +76,60 @@ def pack_matmul(
 @triton.jit
 def make_lists(
     words,
-    lists,
-    lengths,
-    num_active,
+    offsets,
+    entries,
+    num_rows: tl.constexpr,
     num_tiles: tl.constexpr,
     slots: tl.constexpr,
+    block_m: tl.constexpr,
     tiles_padded: tl.constexpr,
-    words_padded: tl.constexpr,
 ):
-    """Moves the entries of one row, tile by tile, to the front of its list.
+    """Moves the entries of `block_m` rows, tile by tile, to their lists.
 
-    The length of a row that lost entries is -1, and its list is not written.
+    A row whose list has length 0 is left out, whatever it holds.
     """
-    row = tl.program_id(0).to(tl.int64)
-    tiles = tl.arange(0, tiles_padded)
-    word = tl.arange(0, words_padded)
-    first = words + (row * num_tiles + tiles) * (slots + 1)
-    counts = tl.load(first, mask=tiles < num_tiles, other=0)
-    total = tl.sum(counts, axis=0)
-    fits = tl.max(counts, axis=0) <= slots
-    start = tl.cumsum(counts, axis=0) - counts
-    kept = tl.where(fits, counts, 0)
-    there = word[None, :] < kept[:, None]
-    entries = tl.load(first[:, None] + 1 + word[None, :], mask=there, other=0)
-    place = row * (num_tiles * slots) + start[:, None] + word[None, :]
-    tl.store(lists + place, entries, mask=there)
-    tl.store(lengths + row, tl.where(fits, total, -1))
-    tl.store(num_active + row, total)
+    row = tl.program_id(0).to(tl.int64) * block_m + tl.arange(0, block_m)
+    tile = tl.arange(0, tiles_padded)
+    has_row = row < num_rows
+    begin = tl.load(offsets + row, mask=has_row, other=0)
+    end = tl.load(offsets + row + 1, mask=has_row, other=0)
+    wanted = (begin < end)[:, None] & (tile < num_tiles)[None, :]
+    first = words + (row[:, None] * num_tiles + tile[None, :]) * (slots + 1)
+    counts = tl.load(first, mask=wanted, other=0)
+    place = begin[:, None] + tl.cumsum(counts, axis=1) - counts
+    for slot in range(0, tl.max(tl.max(counts, axis=1), axis=0)):
+        there = slot < counts
+        entry = tl.load(first + 1 + slot, mask=there, other=0)
+        tl.store(entries + place + slot, entry, mask=there)
 
 
 @triton.jit
 def up_down(
-    lists,
-    lengths,
+    entries,
+    offsets,
     x,
     w_up,
     w_down,
     y,
     norms,
-    capacity: tl.constexpr,
     width: tl.constexpr,
     width_padded: tl.constexpr,
-    entries: tl.constexpr,
+    group: tl.constexpr,
     gated: tl.constexpr,
 ):
-    """One row of `y = h w_down`, `h = g * (x w_up')` or `g`, and the L1 norm of h.
-
-    A row of length 0 or -1 gives 0.
-    """
+    """One row of `y = h w_down`, `h = g * (x w_up')` or `g`, and the L1 norm of h."""
     row = tl.program_id(0).to(tl.int64)
-    length = tl.load(lengths + row)
+    begin, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     column = tl.arange(0, width_padded)
     has_column = column < width
     result = tl.zeros((width_padded,), tl.float32)
     norm = 0.0
     if gated:
         token = tl.load(x + row * width + column, mask=has_column, other=0).to(tl.float32)
-    for first in range(0, length, entries):
-        place = first + tl.arange(0, entries)
-        there = place < length
-        word = tl.load(lists + row * capacity + place, mask=there, other=0)
+    for first in range(begin, end, group):
+        place = first + tl.arange(0, group)
+        there = place < end
+        word = tl.load(entries + place, mask=there, other=0)
         neuron = (word & 0xFFFF).to(tl.int64)
         hidden = (word & -65536).to(tl.float32, bitcast=True)
         at = neuron[:, None] * width + column[None, :]

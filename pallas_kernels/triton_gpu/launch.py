@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 from pallas_kernels.triton_gpu.call import call
 from pallas_kernels.words import num_tiles
 
-# Words of a row, with padding, that the registers of a thread block hold.
-MAX_ROW_WORDS = 16384
+# Tiles of a row that the registers of a thread block hold.
+MAX_TILES = 16384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,59 +86,71 @@ def pack_words(x, w, token_mask, *, config: PackConfig) -> tuple[jax.Array, jax.
     return words, jnp.sum(fired, axis=0)[:neurons]
 
 
-def make_lists(words) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gathers the entries of each row of `words [M, num_tiles, slots + 1]` into one list.
+class Lists(NamedTuple):
+    """The active neurons of every row, one row behind the other.
 
-    Returns:
-      lists, int32 `[M, num_tiles * slots]`, of which the first `length` entries are defined;
-      length, int32 `[M]`, -1 for rows that lost entries; and the true counts, int32 `[M]`.
+    Attributes:
+      entries: int32 `[capacity]`, entries of `words`; undefined past the last one.
+      offsets: int32 `[M + 1]`: the list of row t is `entries[offsets[t]:offsets[t + 1]]`.
+    """
+
+    entries: jax.Array
+    offsets: jax.Array
+
+
+def make_lists(words, lengths, capacity: int) -> Lists:
+    """Gathers the entries of each row.
+
+    Args:
+      words: int32 `[M, num_tiles, slots + 1]`.
+      lengths: int32 `[M]`: for every row its number of entries, or 0 to leave it out. A row
+        that lost entries must be left out, and the sum must not be above `capacity`.
+      capacity: entries there is room for.
     """
     from pallas_kernels.triton_gpu import kernels
 
     rows, tiles, row_words = words.shape
-    slots = row_words - 1
-    sizes = {"tiles_padded": padded(tiles), "words_padded": padded(slots)}
-    return call(
+    offsets = jnp.pad(jnp.cumsum(lengths, dtype=jnp.int32), (1, 0))
+    tiles_padded = padded(tiles)
+    # 512 counts are 4 for every thread.
+    block_m = max(512 // tiles_padded, 1)
+    (entries,) = call(
         kernels.make_lists,
         words,
-        out_type=(
-            jax.ShapeDtypeStruct((rows, tiles * slots), jnp.int32),
-            jax.ShapeDtypeStruct((rows,), jnp.int32),
-            jax.ShapeDtypeStruct((rows,), jnp.int32),
-        ),
-        grid=(rows,),
-        num_warps=2 if sizes["tiles_padded"] * sizes["words_padded"] <= 2048 else 8,
-        num_stages=1,
+        offsets,
+        out_type=(jax.ShapeDtypeStruct((capacity,), jnp.int32),),
+        grid=(-(-rows // block_m),),
+        num_rows=rows,
         num_tiles=tiles,
-        slots=slots,
-        **sizes,
+        slots=row_words - 1,
+        block_m=block_m,
+        tiles_padded=tiles_padded,
     )
+    return Lists(entries, offsets)
 
 
-def up_down(lists, lengths, x, w_up, w_down) -> tuple[jax.Array, jax.Array]:
+def up_down(lists: Lists, x, w_up, w_down) -> tuple[jax.Array, jax.Array]:
     """`y = h w_down` with `h = g * (x w_up')`, or `h = g` without x and w_up.
 
     Args:
-      lists: int32 `[M, capacity]`, and
-      lengths: int32 `[M]`, as `make_lists` gives them.
+      lists: the gates g.
       x: bf16 `[M, D]`, or None.
       w_up: bf16 `[H, D]`, or None.
       w_down: bf16 `[H, D]`.
 
     Returns:
-      y, bf16 `[M, D]`, and the L1 norm of h, f32 `[M]`; both 0 where the length is -1.
+      y, bf16 `[M, D]`, and the L1 norm of h, f32 `[M]`; both 0 where a list is empty.
     """
     from pallas_kernels.triton_gpu import kernels
 
-    rows, width = lists.shape[0], w_down.shape[1]
+    rows, width = len(lists.offsets) - 1, w_down.shape[1]
     gated = x is not None
     return call(
         kernels.up_down,
-        lists,
-        lengths,
+        *lists,
         # Not read without a gate; every argument must be an array.
-        x if gated else lengths,
-        w_up if gated else lengths,
+        x if gated else w_down,
+        w_up if gated else w_down,
         w_down,
         out_type=(
             jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),
@@ -146,10 +159,8 @@ def up_down(lists, lengths, x, w_up, w_down) -> tuple[jax.Array, jax.Array]:
         grid=(rows,),
         # 512 columns a warp; two entries at a time: the fastest on an H200 (D=2048).
         num_warps=min(max(padded(width) // 512, 1), 16),
-        num_stages=3,
-        capacity=lists.shape[1],
         width=width,
         width_padded=padded(width),
-        entries=2,
+        group=2,
         gated=gated,
     )

@@ -1,6 +1,9 @@
 """`matmul_pack` and `twell_matmul` by Triton kernels, with the gradients of the reference."""
 
+import math
+
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.packed_matmuls import make_matmul_pack, make_twell_matmul
 from pallas_kernels.shapes import check_weights
@@ -33,17 +36,26 @@ def check_twell_matmul(twell: Twell, w) -> None:
     """Raises NotImplementedError if the kernels cannot serve the arguments here."""
     require_triton("triton")
     check_weights("triton", twell, w)
-    words = launch.padded(twell.num_tiles) * launch.padded(twell.slots + 3)
-    if words > launch.MAX_ROW_WORDS:
+    if launch.padded(twell.num_tiles) > launch.MAX_TILES:
         raise NotImplementedError(
-            f"backend 'triton' cannot hold a row of {twell.num_tiles} tiles of {twell.slots} slots"
+            f"backend 'triton' serves up to {launch.MAX_TILES} tiles, got {twell.num_tiles}"
         )
+    if _capacity(twell) >= 2**31:
+        raise NotImplementedError(
+            f"backend 'triton' numbers entries with 32 bits; {twell.shape} may have too many"
+        )
+
+
+def _capacity(twell: Twell) -> int:
+    return math.prod(twell.value.shape)
 
 
 def multiplied(twell: Twell, w) -> jax.Array:
     """`unpack(twell) w`, rows that overflowed being 0."""
-    lists, lengths, _ = launch.make_lists(from_twell(twell))
-    return launch.up_down(lists, lengths, None, None, w)[0]
+    counts = twell.count.reshape(-1, twell.num_tiles)
+    lengths = jnp.where(twell.overflowed.reshape(-1), 0, jnp.sum(counts, axis=1))
+    lists = launch.make_lists(from_twell(twell), lengths, _capacity(twell))
+    return launch.up_down(lists, None, None, w)[0]
 
 
 matmul_pack = make_matmul_pack(packed)

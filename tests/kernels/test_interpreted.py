@@ -18,11 +18,12 @@ from pallas_kernels import pack, packed_ffn, packed_matmuls, reference, words
 from pallas_kernels.mosaic_gpu import consumer, gate
 from pallas_kernels.mosaic_gpu import ffn as mosaic_ffn
 from pallas_kernels.mosaic_gpu import matmuls as mosaic_matmuls
+from pallas_kernels.triton_gpu import backward, launch
 from pallas_kernels.triton_gpu import ffn as triton_ffn
-from pallas_kernels.triton_gpu import launch
 from pallas_kernels.triton_gpu import matmuls as triton_matmuls
 from tests.kernels.cases import Case, make_inputs
-from tests.kernels.truth import row_errors
+from tests.kernels.judge import GRADIENTS, assert_rows_close, run
+from tests.kernels.truth import ffn_truth, naive_ffn, row_errors
 
 TILE = 128
 
@@ -68,7 +69,8 @@ def backend(request, monkeypatch):
             pytest.skip("Triton is not asked to interpret where it can run")
         from tests.kernels import triton_interpreted
 
-        monkeypatch.setattr(launch, "call", triton_interpreted.call)
+        for module in (launch, backward):
+            monkeypatch.setattr(module, "call", triton_interpreted.call)
     # So that a thread block has several tiles or tokens.
     monkeypatch.setattr(gate, "num_sms", lambda: 2)
     monkeypatch.setattr(consumer, "num_sms", lambda: 2)
@@ -119,6 +121,15 @@ FFN_CASES = (
 )
 
 
+GRADIENT_CASES = (
+    Case((7,), 64, 344, 0.05, "bfloat16"),
+    Case((130,), 64, 128, 0.04, "bfloat16", mask="random"),
+    Case((3, 4), 192, 344, 0.05, "bfloat16", gated=False, mask="random"),
+    Case((7,), 64, 344, 0.0, "bfloat16"),
+    Case((7,), 192, 128, 1.0, "bfloat16"),
+)
+
+
 @pytest.mark.parametrize(("pool_rows", "max_active_share"), [(4, 1.0), (16, 0.01)])
 @pytest.mark.parametrize("case", FFN_CASES, ids=str)
 def test_layer(backend, case, pool_rows, max_active_share):
@@ -126,7 +137,7 @@ def test_layer(backend, case, pool_rows, max_active_share):
     inputs = make_inputs(case)
     arguments = (inputs.x, inputs.w_gate, inputs.w_up, inputs.w_down, inputs.token_mask)
     config = packed_ffn.FfnConfig(pool_rows=pool_rows, max_active_share=max_active_share)
-    y, stats = packed_ffn.forward(*arguments, kernels=backend.kernels, config=config)
+    (y, stats), _ = packed_ffn.forward(*arguments, kernels=backend.kernels, config=config)
     expected_y, expected = reference.sparse_ffn(*arguments)
     np.testing.assert_array_equal(stats.fired, expected.fired)
     for name in ("l0", "num_tokens"):
@@ -146,6 +157,26 @@ def test_layer(backend, case, pool_rows, max_active_share):
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected_y))
     scale = np.nanmax(np.abs(expected_y), initial=0)
     assert np.nanmax(np.abs(y - expected_y), initial=0) <= 2**-8 * scale
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+@pytest.mark.parametrize(("pool_rows", "max_active_share"), [(4, 1.0), (16, 1.0), (16, 0.01)])
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=str)
+def test_gradients(backend, case, pool_rows, max_active_share, monkeypatch):
+    """Every gradient by kernels, with some tokens in the pool, and all dense."""
+    # Some lists have several segments then.
+    monkeypatch.setattr(backward, "SEGMENT", 4)
+    inputs = make_inputs(case)
+    config = packed_ffn.FfnConfig(pool_rows=pool_rows, max_active_share=max_active_share)
+    layer = packed_ffn.make_sparse_ffn(backend.kernels, config)
+    truth = ffn_truth(inputs)
+    _, _, gradients = run(layer, inputs)
+    _, _, expected = run(naive_ffn, inputs)
+    assert set(gradients) == {name for name in GRADIENTS if name in truth}
+    for name, gradient in gradients.items():
+        assert gradient.dtype == inputs.x.dtype
+        contraction = case.intermediate_size if name == "dx" else int(np.prod(case.tokens))
+        assert_rows_close(name, gradient, truth[name], expected[name], contraction)
 
 
 def test_packed_matmuls(backend):
@@ -173,12 +204,10 @@ def test_packed_matmuls(backend):
     np.testing.assert_array_equal(np.isnan(y).all(axis=-1), lossy.overflowed)
 
 
-def test_a_map_is_a_loop(backend, monkeypatch):
+def test_a_map_is_a_loop(backend):
     """vmap of the operations as they are registered."""
-    monkeypatch.setattr(
-        packed_ffn, "FfnConfig", functools.partial(packed_ffn.FfnConfig, max_active_share=1.0)
-    )
-    sparse_ffn = packed_ffn.make_sparse_ffn(backend.kernels)
+    config = packed_ffn.FfnConfig(max_active_share=1.0)
+    sparse_ffn = packed_ffn.make_sparse_ffn(backend.kernels, config)
     inputs = make_inputs(Case((2, 3), 64, 128, 0.1, "bfloat16"))
     weights = (inputs.w_gate, inputs.w_up, inputs.w_down)
     y, stats = jax.vmap(lambda x: sparse_ffn(x, *weights, None))(inputs.x)

@@ -8,25 +8,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pallas_kernels.triton_gpu import launch
+from pallas_kernels.triton_gpu import backward, launch
 
 # Compute capability of A100, RTX 4090, H200, B200, RTX PRO 6000; shared memory of a thread block.
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-POINTERS = {
-    **dict.fromkeys(("x", "w", "w_up", "w_down", "y"), "*bf16"),
-    **dict.fromkeys(("token_weight", "words", "fired", "lists", "lengths", "num_active"), "*i32"),
-    "norms": "*fp32",
-}
+TYPES = {"bfloat16": "*bf16", "int32": "*i32", "float32": "*fp32"}
 
 
-def compile_kernel(kernel, capability, num_warps, num_stages, **constants):
+def compile_kernel(kernel, pointers, capability, num_warps, num_stages, **constants):
     """Shared memory that it needs."""
     names = kernel.arg_names
     source = ASTSource(
         kernel,
-        signature={name: POINTERS.get(name, "constexpr") for name in names},
+        signature=dict(zip(names, [*pointers, *["constexpr"] * len(constants)], strict=True)),
         constexprs=constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in POINTERS},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(len(pointers))},
     )
     options = {"num_warps": num_warps, "num_stages": num_stages}
     compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
@@ -37,22 +33,28 @@ def main():
     calls = []
 
     # The launches as they are, with the call into JAX taken out.
-    def call(kernel, *_, out_type, grid, num_warps, num_stages, **constants):
-        del grid
-        calls.append((kernel, num_warps, num_stages, constants))
+    def call(
+        kernel, *operands, out_type, grid, zeroed=False, num_warps=4, num_stages=3, **constants
+    ):
+        del grid, zeroed
+        pointers = [TYPES[str(jnp.dtype(array.dtype))] for array in (*operands, *out_type)]
+        calls.append((kernel, pointers, num_warps, num_stages, constants))
         return [jnp.zeros(out.shape, out.dtype) for out in out_type]
 
-    launch.call = call
+    launch.call = backward.call = call
     for rows, width, neurons in ((1, 64, 7), (257, 576, 5632)):
         x = jnp.zeros((rows, width), jnp.bfloat16)
         w = jnp.zeros((neurons, width), jnp.bfloat16)
         words, _ = launch.pack_words(x, w, None, config=launch.PackConfig())
-        lists, lengths, _ = launch.make_lists(words)
-        launch.up_down(lists, lengths, x, w, w)
-        launch.up_down(lists, lengths, None, None, w)
+        lists = launch.make_lists(words, jnp.zeros(rows, jnp.int32), 100)
+        launch.up_down(lists, x, w, w)
+        launch.up_down(lists, None, None, w)
+        scale, start = jnp.zeros(rows), (jnp.zeros(w.shape),) * 3
+        backward.gradients(lists, scale, x, x, w, w, w, start)
+        backward.gradients(lists, scale, x, x, None, w, w, None)
     for capability, limit in SHARED_MEMORY.items():
-        for kernel, num_warps, num_stages, constants in calls:
-            shared = compile_kernel(kernel, capability, num_warps, num_stages, **constants)
+        for kernel, *rest, constants in calls:
+            shared = compile_kernel(kernel, rest[0], capability, *rest[1:], **constants)
             print(f"sm_{capability} {kernel.__name__}: {shared} bytes of shared memory")
             assert shared <= limit
 

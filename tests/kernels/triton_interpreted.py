@@ -73,13 +73,14 @@ def _unwritten(shape, dtype) -> np.ndarray:
     return bytes_of.view(dtype).reshape(shape)
 
 
-def call(kernel, *operands, out_type, grid, num_warps=4, num_stages=3, **constants):
+def call(kernel, *operands, out_type, grid, zeroed=False, num_warps=4, num_stages=3, **constants):
     """See `pallas_kernels.triton_gpu.call.call`."""
     del num_warps, num_stages
 
     def run(*arrays):
         arrays = [np.array(array) for array in arrays]
-        results = [_unwritten(out.shape, out.dtype) for out in out_type]
+        new = np.zeros if zeroed else _unwritten
+        results = [new(out.shape, out.dtype) for out in out_type]
         memory = [_Memory(array) for array in (*arrays, *results)]
         kernel[grid](*memory, **constants)
         return tuple(results)
