@@ -91,7 +91,7 @@ def _take(array, pooled):
 
 
 def _put(array, pooled, values):
-    return array.at[pooled].set(values.astype(array.dtype), mode="drop", unique_indices=True)
+    return array.at[pooled].set(values.astype(array.dtype), mode="drop")
 
 
 def _dense(x, w_gate, w_up, w_down):
@@ -122,7 +122,7 @@ def forward(
     # consumer runs, and the next operations are sent off while it does.
     way = jnp.where(is_dense, _DENSE, jnp.where(num_overflowed > 0, _POOL, _SPARSE))
     lengths = jnp.where(overflowed | is_dense, 0, num_active)
-    lists = checkpoint_name(kernels.make_lists(words, lengths, capacity), "ffn_lists")
+    lists = kernels.make_lists(words, lengths, capacity)
 
     def by_kernels():
         gated = (x, w_up) if w_gate is not None else (None, None)
@@ -149,8 +149,7 @@ def forward(
         num_tokens=num_tokens,
         num_dense=jnp.where(is_dense, rows, num_overflowed).astype(jnp.int32),
     )
-    residuals = Residuals(lists, *checkpoint_name((overflowed, way), "ffn_lists"))
-    return (y.reshape(*token_shape, width), stats), residuals
+    return (y.reshape(*token_shape, width), stats), Residuals(lists, overflowed, way)
 
 
 def backward(
@@ -206,7 +205,8 @@ def make_sparse_ffn(kernels: Kernels, config: FfnConfig = FfnConfig()) -> Callab
 
     def save(*arguments):
         result, residuals = mapped_forward(*arguments)
-        return result, (arguments, residuals)
+        # Here, as a policy of jax.checkpoint does not look into a mapped function.
+        return result, (arguments, checkpoint_name(residuals, "ffn_lists"))
 
     def differentiate(saved, cotangents):
         arguments, residuals = saved

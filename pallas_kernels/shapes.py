@@ -1,5 +1,6 @@
-"""Which shapes and dtypes the kernels serve, and padding to them."""
+"""Which shapes and dtypes the kernels serve, padding to them, and the types of their results."""
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.words import MAX_NEURONS
@@ -33,3 +34,18 @@ def pad_columns(array, multiple: int):
     """`array` with zeros behind its last axis, to a multiple."""
     missing = -array.shape[-1] % multiple
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)]) if missing else array
+
+
+def varying(results, operands) -> tuple:
+    """`results` as a `jax.shard_map` must know them: they differ over devices as `operands` do."""
+
+    def axes_of(array):
+        return jax.typeof(array).manual_axis_type.varying
+
+    axes = frozenset().union(*map(axes_of, operands))
+
+    def marked(result):
+        missing = tuple(sorted(axes - axes_of(result)))
+        return jax.lax.pcast(result, missing, to="varying") if missing else result
+
+    return tuple(map(marked, results))

@@ -19,14 +19,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu.compact import compact_row, compact_row_interpreted
-from pallas_kernels.mosaic_gpu.device import REGISTERS, SMEM_BYTES, num_sms, output
+from pallas_kernels.mosaic_gpu.device import REGISTERS, SMEM_BYTES, num_sms
 from pallas_kernels.mosaic_gpu.reduction import NUM_WARPS, warp_sums, warp_sums_interpreted
+from pallas_kernels.shapes import varying
 
 # Elements of D that the threads of a warpgroup must share evenly.
 ROW_MULTIPLE = 256
 
-# Elements of one dimension that one TMA copy can take.
-_COPY_TILES = 256
+# Elements of one dimension that one TMA copy can take: tiles, and words of a tile.
+_COPY_TILES = MAX_ROW_WORDS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +182,7 @@ def up_down(
     rows, num_tiles, width = words.shape
     list_size = num_tiles * (width - 1)
     operands = (words, w_down) if x is None else (words, x, w_up, w_down)
-    return plgpu.kernel(
+    results = plgpu.kernel(
         functools.partial(
             _kernel,
             gated=x is not None,
@@ -189,8 +190,8 @@ def up_down(
             interpret=interpret is not None,
         ),
         out_type=(
-            output((rows, w_down.shape[1]), w_down.dtype, *operands),
-            output((rows,), jnp.float32, *operands),
+            jax.ShapeDtypeStruct((rows, w_down.shape[1]), w_down.dtype),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
         ),
         grid=(num_sms() * config.ctas_per_sm,),
         grid_names=("cta",),
@@ -206,3 +207,4 @@ def up_down(
         ),
         interpret=interpret,
     )(*operands)
+    return varying(results, operands)

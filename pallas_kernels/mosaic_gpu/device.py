@@ -21,13 +21,6 @@ def require_hopper(backend: str = "mosaic_gpu") -> None:
         )
 
 
-def output(shape: tuple[int, ...], dtype, *operands: jax.Array) -> jax.ShapeDtypeStruct:
-    """Of a kernel: under `jax.shard_map` it differs over devices where an operand does."""
-    kinds = [jax.typeof(operand).manual_axis_type for operand in operands]
-    kind = max(kinds, key=lambda kind: len(kind.varying))
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
-
-
 def num_sms() -> int:
     """Multiprocessors of the default device."""
     return getattr(jax.devices()[0], "core_count", None) or _HOPPER_SMS

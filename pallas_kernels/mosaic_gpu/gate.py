@@ -18,8 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu.device import num_sms, output
+from pallas_kernels.mosaic_gpu.device import num_sms
 from pallas_kernels.mosaic_gpu.epilogue import kept_shape, pack_tile, pack_tile_interpreted
+from pallas_kernels.shapes import varying
 from pallas_kernels.words import num_tiles
 
 # Neurons of a tile: one warpgroup packs 128 columns with 128 threads.
@@ -192,8 +193,8 @@ def gate_words(
             _kernel, num_neurons=neurons, config=config, interpret=interpret is not None
         ),
         out_type=(
-            output((rows, tiles * (config.slots + 1)), jnp.int32, x, w, weight),
-            output((grid_m, tiles * TILE), jnp.int32, x, w, weight),
+            jax.ShapeDtypeStruct((rows, tiles * (config.slots + 1)), jnp.int32),
+            jax.ShapeDtypeStruct((grid_m, tiles * TILE), jnp.int32),
         ),
         grid=(num_sms(),),
         grid_names=("sm",),
@@ -201,5 +202,6 @@ def gate_words(
         thread_name="wg",
         interpret=interpret,
     )(x, w, weight)
+    words, fired = varying((words, fired), (x, w, weight))
     words = words.reshape(rows, tiles, config.slots + 1)
     return words, jnp.sum(fired, axis=0)[:neurons]

@@ -33,6 +33,11 @@ def check_twell_matmul(twell: Twell, w) -> None:
     """Raises NotImplementedError if the kernel cannot serve the arguments here."""
     require_hopper()
     check_weights("mosaic_gpu", twell, w)
+    if twell.slots >= consumer.MAX_ROW_WORDS:
+        raise NotImplementedError(
+            f"backend 'mosaic_gpu' serves tiles of up to {consumer.MAX_ROW_WORDS - 1} slots, "
+            f"got {twell.slots}"
+        )
     if consumer.smem_bytes(twell.num_tiles, twell.slots + 3) > SMEM_BYTES:
         raise NotImplementedError(
             f"backend 'mosaic_gpu' cannot hold a row of {twell.num_tiles} tiles of {twell.slots} "

@@ -84,7 +84,8 @@ def _stats(hidden, active, token_mask) -> FfnStats:
         l0=jnp.sum(fired.astype(jnp.float32)) * factor,
         fired=fired,
         num_tokens=num_tokens,
-        num_dense=jnp.int32(0),
+        # 0, that differs over devices as the other counts do, for `jax.shard_map`.
+        num_dense=fired[0] * 0,
     )
 
 

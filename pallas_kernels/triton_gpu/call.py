@@ -3,7 +3,7 @@
 import inspect
 import warnings
 
-import jax
+from pallas_kernels.shapes import varying
 
 
 def call(kernel, *operands, out_type, grid, zeroed=False, num_warps=4, num_stages=3, **constants):
@@ -30,5 +30,4 @@ def call(kernel, *operands, out_type, grid, zeroed=False, num_warps=4, num_stage
             **{"out_shape" if takes_shape else "out_type": out_type},
             **constants,
         )
-    axes = frozenset().union(*(jax.typeof(o).manual_axis_type.varying for o in operands))
-    return tuple(jax.lax.pcast(r, tuple(axes), to="varying") if axes else r for r in results)
+    return varying(results, operands)

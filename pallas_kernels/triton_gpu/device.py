@@ -1,6 +1,7 @@
 """Where the Triton kernels can run."""
 
 import importlib.util
+import re
 
 import jax
 
@@ -12,7 +13,8 @@ def require_triton(backend: str) -> None:
     """Raises NotImplementedError unless jax-triton is installed and the GPU has bf16 matmuls."""
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", None)
-    if device.platform != "gpu" or capability is None:
+    # That of an AMD GPU is a name.
+    if device.platform != "gpu" or not re.fullmatch(r"\d+\.\d+", str(capability)):
         raise NotImplementedError(
             f"backend {backend!r} needs an NVIDIA GPU, found {device.device_kind}"
         )

@@ -86,10 +86,12 @@ def bf16(rng, *shape):
 
 @pytest.mark.parametrize(
     ("rows", "neurons", "slots", "races"),
-    [(130, 344, 15, False), (1, 128, 15, True), (9, 7, 3, True)],
+    # The last one gives a thread block several tiles, one after the other.
+    [(130, 344, 15, False), (1, 128, 15, True), (9, 7, 3, True), (9, 600, 15, True)],
 )
-def test_packing_matmul(backend, rows, neurons, slots, races):
+def test_packing_matmul(backend, rows, neurons, slots, races, monkeypatch):
     """Words and firing counts against the reference: overflow, NaN, a mask, edges of tiles."""
+    monkeypatch.setattr(gate, "num_sms", lambda: 2 if rows > 9 else 1)
     rng = np.random.default_rng(0)
     x, w = bf16(rng, rows, 64), bf16(rng, neurons, 64)
     x, w = x.at[:, 0].set(4), w.at[:, 0].set(-3)
@@ -177,6 +179,30 @@ def test_gradients(backend, case, pool_rows, max_active_share, monkeypatch):
         assert gradient.dtype == inputs.x.dtype
         contraction = case.intermediate_size if name == "dx" else int(np.prod(case.tokens))
         assert_rows_close(name, gradient, truth[name], expected[name], contraction)
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_a_policy_keeps_the_lists(backend):
+    """Under jax.checkpoint neither the gate nor the packing runs again."""
+    config = packed_ffn.FfnConfig(max_active_share=1.0)
+    layer = packed_ffn.make_sparse_ffn(backend.kernels, config)
+    inputs = make_inputs(Case((5,), 64, 128, 0.05, "bfloat16"))
+
+    def loss(x):
+        return jnp.sum(layer(x, inputs.w_gate, inputs.w_up, inputs.w_down, None)[0])
+
+    def calls_in(jaxpr):
+        here = sum(eqn.primitive.name == "pure_callback" for eqn in jaxpr.eqns)
+        parts = [part for eqn in jaxpr.eqns for part in jax.tree.leaves(list(eqn.params.values()))]
+        inner = [getattr(part, "jaxpr", part) for part in parts]
+        return here + sum(calls_in(part) for part in inner if hasattr(part, "eqns"))
+
+    def kernel_calls(function):
+        return calls_in(jax.make_jaxpr(jax.grad(function))(inputs.x).jaxpr)
+
+    policy = jax.checkpoint_policies.save_only_these_names("ffn_lists")
+    assert kernel_calls(jax.checkpoint(loss, policy=policy)) == kernel_calls(loss)
+    assert kernel_calls(jax.checkpoint(loss)) > kernel_calls(loss)
 
 
 def test_packed_matmuls(backend):

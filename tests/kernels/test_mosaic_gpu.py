@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import pack
-from pallas_kernels.mosaic_gpu import device, ffn, gate, matmuls
+from pallas_kernels.mosaic_gpu import ffn, gate, matmuls
 
 
 @pytest.mark.parametrize(
@@ -54,20 +54,3 @@ def test_what_is_not_served_is_refused(monkeypatch):
     many_tiles = jax.eval_shape(lambda: pack(jnp.zeros((1, 65536), jnp.bfloat16), tile=4, slots=4))
     with pytest.raises(NotImplementedError, match="cannot hold a row of 16384 tiles"):
         matmuls.check_twell_matmul(many_tiles, jnp.zeros((65536, 64), jnp.bfloat16))
-
-
-def test_outputs_vary_where_operands_do():
-    """So that the kernels can stand in a `jax.shard_map`."""
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def on_device(x):
-        kind = device.output((2,), jnp.float32, jnp.zeros(2), x)
-        assert kind.manual_axis_type.varying == {"data"}
-        return x
-
-    with jax.set_mesh(mesh):
-        jax.shard_map(
-            on_device,
-            in_specs=jax.sharding.PartitionSpec("data"),
-            out_specs=jax.sharding.PartitionSpec("data"),
-        )(jnp.zeros(2))

@@ -3,11 +3,15 @@
 Stands in for `launch.call`: same arguments, same results.
 """
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
+
+from pallas_kernels.shapes import varying
 
 # Bits of what a kernel does not write: NaN as a float, and far outside of any index.
 _UNWRITTEN = 0xFFC1
@@ -31,6 +35,10 @@ class _Builder(interpreter.InterpreterBuilder):
 
 
 interpreter.interpreter_builder.__class__ = _Builder
+
+
+# The interpreter keeps its grid and patched functions in globals; devices run in threads.
+_one_at_a_time = threading.Lock()
 
 
 class _Memory:
@@ -82,7 +90,8 @@ def call(kernel, *operands, out_type, grid, zeroed=False, num_warps=4, num_stage
         new = np.zeros if zeroed else _unwritten
         results = [new(out.shape, out.dtype) for out in out_type]
         memory = [_Memory(array) for array in (*arrays, *results)]
-        kernel[grid](*memory, **constants)
+        with _one_at_a_time:
+            kernel[grid](*memory, **constants)
         return tuple(results)
 
-    return jax.pure_callback(run, tuple(out_type), *operands)
+    return varying(jax.pure_callback(run, tuple(out_type), *operands), operands)

@@ -20,9 +20,15 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels.mosaic_gpu import ffn as mosaic_ffn
+from pallas_kernels.triton_gpu import backward, launch
+from pallas_kernels.triton_gpu import ffn as triton_ffn
+from tests.kernels.cases import Case, make_inputs
+from tests.kernels.truth import row_errors
 from tests.training.helpers import make_config, write_data
 from twell_jax.errors import ConfigError
 from twell_jax.modules import SparseFFN
+from twell_jax.modules.sharded_ffn import sharded_sparse_ffn
 from twell_jax.sharding import batch_sharding, make_mesh, shardings
 from twell_jax.training.loop import train
 from twell_jax.training.metrics import read_metrics
@@ -271,6 +277,65 @@ def modules_work_inside_a_shard_map_of_the_user(_):
     assert_same_tree(gradient, expected, 1e-5)
 
 
+def sharded_layer():
+    """Arguments, and `differentiated(backend)`, of a layer that is sparse enough."""
+    inputs = make_inputs(Case((16, 2), 64, 256, 0.003, "bfloat16", mask="random"))
+
+    def differentiated(backend):
+        def loss(*arguments):
+            y, stats = sharded_sparse_ffn(*arguments, inputs.token_mask, backend=backend)
+            sum_of_y = jax.numpy.sum(y.astype(jax.numpy.float32) * inputs.y_bar)
+            return sum_of_y + inputs.l1_bar * stats.l1, (y, stats)
+
+        return jax.jit(jax.value_and_grad(loss, range(4), has_aux=True))
+
+    return (inputs.x, inputs.w_gate, inputs.w_up, inputs.w_down), differentiated
+
+
+def every_backend_stands_in_a_shard_map(_):
+    """Traced, with its gradient, as if the GPU were there; Mosaic's kernels are lowered, too."""
+    for module in (mosaic_ffn, triton_ffn):
+        module.require_hopper = lambda *_: None
+    triton_ffn.require_triton = lambda _: None
+    arguments, differentiated = sharded_layer()
+    for backend in ("mosaic_gpu", "mosaic_triton", "triton"):
+        for shape in ((8, 1, 1), (2, 2, 2)):
+            with jax.set_mesh(auto_mesh(shape)):
+                traced = differentiated(backend).trace(*arguments)
+                assert ("kernel" in str(traced.jaxpr)) or backend == "mosaic_gpu"
+                if backend == "mosaic_gpu":
+                    forward = jax.jit(lambda *a: sharded_sparse_ffn(*a, None, backend="mosaic_gpu"))
+                    lowered = forward.trace(*arguments).lower(lowering_platforms=("cuda",))
+                    assert "mosaic_gpu" in lowered.as_text()
+
+
+def sparse_kernels_give_the_same_on_every_mesh(_):
+    """Interpreted: each device packs its tokens and neurons, forward and backward."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from tests.kernels import triton_interpreted
+
+    for module in (launch, backward):
+        module.call = triton_interpreted.call
+    triton_ffn.require_triton = lambda _: None
+
+    arguments, differentiated = sharded_layer()
+
+    def outputs(backend):
+        (_, aux), gradients = differentiated(backend)(*arguments)
+        return *aux, gradients
+
+    expected_y, expected, expected_gradients = outputs("reference")
+    for shape in ((8, 1, 1), (2, 2, 2)):
+        with jax.set_mesh(auto_mesh(shape)):
+            y, stats, gradients = outputs("triton")
+        np.testing.assert_array_equal(stats.fired, expected.fired)
+        assert int(stats.fired.sum()) > 0
+        assert int(stats.num_dense) == 0
+        np.testing.assert_allclose(stats.l1, expected.l1, rtol=2**-8)
+        for actual, right in zip((y, *gradients), (expected_y, *expected_gradients), strict=True):
+            assert row_errors(actual, np.asarray(right, np.float32)).max() <= 2**-7
+
+
 def wrong_meshes_and_shapes_are_named(_):
     layer = SparseFFN(32, 60, backend="reference", rngs=nnx.Rngs(0))
     x = np.zeros((16, 4, 32), np.float32)
@@ -305,6 +370,8 @@ CASES = {
         what_does_not_divide_is_refused,
         sums_over_devices_are_made_in_f32,
         modules_work_inside_a_shard_map_of_the_user,
+        every_backend_stands_in_a_shard_map,
+        sparse_kernels_give_the_same_on_every_mesh,
         wrong_meshes_and_shapes_are_named,
     )
 }

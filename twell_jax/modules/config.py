@@ -12,7 +12,7 @@ REMAT_POLICIES = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "ffn": jax.checkpoint_policies.save_only_these_names("ffn_gate", "ffn_up"),
+    "ffn": jax.checkpoint_policies.save_only_these_names("ffn_gate", "ffn_up", "ffn_lists"),
 }
 
 FFN_KINDS = ("sparse", "dense")
