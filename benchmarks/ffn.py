@@ -22,6 +22,7 @@ from benchmarks.results import append_row
 from benchmarks.workload import RATES, firing_rates, make_layer
 from pallas_kernels import BACKENDS, sparse_ffn
 from pallas_kernels.mosaic_gpu import consumer, gate
+from pallas_kernels.packed_ffn import FfnConfig, list_capacity
 from pallas_kernels.triton_gpu import launch
 from twell_jax.environment import describe_environment
 from twell_jax.flops import peak_flops
@@ -133,11 +134,14 @@ def compare(layer, dense, sparse) -> dict:
         "fired": int(np.asarray(expected.fired).sum()),
         "l1_relative_error": abs(float(stats.l1) / float(expected.l1) - 1),
         "active": float(stats.l0),
+        "num_dense": int(stats.num_dense),
     }
     if not errors.max() <= max(2 * dense_error, 2**-7):
         raise DisagreementError(f"row {errors.argmax()} of y is off: {result}")
     if flips > 1e-4 * result["fired"] + 2 or not result["l1_relative_error"] < 2**-8:
         raise DisagreementError(f"statistics differ: {result}")
+    if not np.isclose(result["active"] * len(errors), np.asarray(stats.fired).sum(), rtol=1e-5):
+        raise DisagreementError(f"l0 and fired differ: {result}")
     return result
 
 
@@ -183,11 +187,17 @@ def parts_of(layer, backend: str) -> dict:
         consumer_config = consumer.default_config(x.shape[1], words.shape[1], config.slots)
         up_down = jax.jit(functools.partial(consumer.up_down, config=consumer_config))
         return parts | {"consumer": lambda: up_down(words, x, w_up, w_down)}
-    make_lists, up_down = jax.jit(launch.make_lists), jax.jit(launch.up_down)
-    lists, lengths, _ = make_lists(words)
+    # As many of them as `sparse_ffn` would take.
+    capacity = list_capacity(len(x), len(w_gate), FfnConfig())
+    overflowed = jnp.any(words[:, :, 0] > config.slots, axis=1)
+    lengths = jnp.where(overflowed, 0, jnp.sum(words[:, :, 0], axis=1))
+    if int(jnp.sum(lengths)) > capacity:
+        return parts
+    make_lists, up_down = jax.jit(launch.make_lists, static_argnums=2), jax.jit(launch.up_down)
+    lists = make_lists(words, lengths, capacity)
     return parts | {
-        "lists": lambda: make_lists(words),
-        "consumer": lambda: up_down(lists, lengths, x, w_up, w_down),
+        "lists": lambda: make_lists(words, lengths, capacity),
+        "consumer": lambda: up_down(lists, x, w_up, w_down),
     }
 
 
