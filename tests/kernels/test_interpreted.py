@@ -3,6 +3,7 @@
 The case table runs them on a GPU (`test_sparse_ffn`, `test_twell`, `test_on_gpu`).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -179,6 +180,47 @@ def test_gradients(backend, case, pool_rows, max_active_share, monkeypatch):
         assert gradient.dtype == inputs.x.dtype
         contraction = case.intermediate_size if name == "dx" else int(np.prod(case.tokens))
         assert_rows_close(name, gradient, truth[name], expected[name], contraction)
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_lists_by_neuron(backend):
+    """Every pair once, tokens in order; more tokens than one count of marks is kept for."""
+    del backend
+    rows, neurons = 300, 40
+    rng = np.random.default_rng(0)
+    active = rng.random((rows, neurons)) < 0.1
+    active[:, 3] = True
+    active[7] = False
+    offsets = np.concatenate([[0], np.cumsum(active.sum(axis=1))]).astype(np.int32)
+    token, neuron = np.nonzero(active)
+    entries = np.zeros(len(token) + 50, np.int32)
+    entries[: len(token)] = neuron | (1 << 20)
+    lists = launch.Lists(jnp.asarray(entries), jnp.asarray(offsets))
+    places, tokens, by_neuron = map(np.asarray, backward.regroup(lists, neurons))
+    expected_neuron, expected_token = np.nonzero(active.T)
+    np.testing.assert_array_equal(by_neuron, np.searchsorted(expected_neuron, range(neurons + 1)))
+    np.testing.assert_array_equal(tokens[: len(token)], expected_token)
+    np.testing.assert_array_equal(expected_token[places[: len(token)]], token)
+    np.testing.assert_array_equal(expected_neuron[places[: len(token)]], neuron)
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+@pytest.mark.parametrize(("y_scale", "l1_scale"), [(1e-6, 1.0), (1e3, 1e-6), (0.0, 1.0)])
+def test_cotangents_of_different_size(backend, y_scale, l1_scale):
+    """The L1 gradient alone, too, and twice the same bits."""
+    case = Case((9,), 64, 128, 0.04, "bfloat16")
+    inputs = make_inputs(case)
+    y_bar = (inputs.y_bar * y_scale).astype(inputs.y_bar.dtype)
+    inputs = dataclasses.replace(inputs, y_bar=y_bar, l1_bar=inputs.l1_bar * l1_scale)
+    config = packed_ffn.FfnConfig(max_active_share=1.0)
+    layer = packed_ffn.make_sparse_ffn(backend.kernels, config)
+    truth = ffn_truth(inputs)
+    _, _, gradients = run(layer, inputs)
+    _, _, expected = run(naive_ffn, inputs)
+    for name, gradient in gradients.items():
+        contraction = case.intermediate_size if name == "dx" else 9
+        assert_rows_close(name, gradient, truth[name], expected[name], contraction)
+    jax.tree.map(np.testing.assert_array_equal, run(layer, inputs)[2], gradients)
 
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)

@@ -127,6 +127,9 @@ def test_freed_memory_full_of_nan(backend):
     y, stats = function(*arguments(inputs))
     assert np.isfinite(np.asarray(y, np.float32)).all()
     assert np.isfinite(stats.l1)
+    # A NaN that was read as a count would have sent the batch to the dense matmuls.
+    assert int(stats.num_dense) == 0
+    np.testing.assert_allclose(stats.l0 * len(y), np.sum(stats.fired), rtol=2**-20)
     assert_close(y, expected)
 
 
