@@ -175,7 +175,8 @@ class Checkpointer:
             last = f"that of step {max(saved)}" if saved else "none"
             raise CheckpointError(
                 f"a checkpoint could not be written to {self.folder}; the last whole one there "
-                f"is {last}. {str(error).splitlines()[0][:500]}"
+                # Whole: TensorStore names many paths first, and the cause last.
+                f"is {last}. {str(error).splitlines()[0]}"
             ) from error
 
     def close(self) -> None:
