@@ -44,6 +44,13 @@ def main(argv: list[str]) -> None:
     """Command line of train.py."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
+    if not _WORKDIR.value:
+        raise app.UsageError("--workdir: is empty; name a folder")
+    if _PROCESS_ID.value >= _NUM_PROCESSES.value:
+        raise app.UsageError(
+            f"--process_id: {_PROCESS_ID.value}; with --num_processes={_NUM_PROCESSES.value} it is "
+            f"at most {_NUM_PROCESSES.value - 1}"
+        )
     logging.set_verbosity(logging.INFO)
     quiet_libraries()
     if _COORDINATOR.value:
@@ -59,6 +66,8 @@ def main(argv: list[str]) -> None:
         train(_CONFIG.value, _WORKDIR.value)
     except (UserError, NonFiniteError, OSError) as error:
         sys.exit(f"train.py: {error}")
+    except NotImplementedError as error:  # a backend that this machine or shape does not have
+        sys.exit(f"train.py: --config.model.ffn_backend={_CONFIG.value.model.ffn_backend}: {error}")
     except StoppedBySignalError as stopped:
         logging.info("%s", stopped)
         sys.exit(0 if stopped.signum == signal.SIGTERM else 128 + stopped.signum)

@@ -61,6 +61,8 @@ def main(argv: list[str]) -> None:
     for pattern, files in zip(_INPUT.value, matches, strict=True):
         if not files:
             raise app.UsageError(f"--input={pattern} matches no file")
+        if not any(os.path.isfile(path) for path in files):
+            raise app.UsageError(f"--input={pattern} is a folder; did you mean {pattern}/*?")
     files = [path for path in itertools.chain(*matches) if os.path.isfile(path)]
     repeated = [path for path, count in collections.Counter(files).items() if count > 1]
     if repeated:

@@ -120,6 +120,15 @@ def test_epochs_are_permutations(folder):
     assert (other["inputs"] != batches[0]["inputs"]).any()
 
 
+def test_batches_of_one(folder):
+    arguments = {"sequence_length": 100, "seed": 3}
+    ones = training_dataset(folder, batch_size=1, **arguments)
+    pairs = training_dataset(folder, batch_size=2, **arguments)
+    ones = np.concatenate([batch["inputs"] for batch in itertools.islice(ones, 8)])
+    pairs = np.concatenate([batch["inputs"] for batch in itertools.islice(pairs, 4)])
+    np.testing.assert_array_equal(ones, pairs)
+
+
 @pytest.mark.parametrize("num_parts", [2, 4])
 def test_parts_make_up_each_global_batch(folder, num_parts):
     whole = take(training_dataset(folder, **OPTIONS), 70)

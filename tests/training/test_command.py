@@ -48,6 +48,22 @@ def test_a_wrong_flag_is_named(tmp_path, override, message):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--workdir=", "--workdir: is empty"),
+        ("--process_id=2", "--process_id: 2; with --num_processes=1 it is at most 0"),
+        ("--config.model.ffn_backend=triton", "--config.model.ffn_backend=triton: backend"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_without_a_traceback(data_path, tmp_path, flag, message):
+    file = write_config(tmp_path, make_config(data_path))
+    result = run(f"--config={file}", f"--workdir={tmp_path / 'run'}", flag)
+    assert result.returncode == 1
+    assert message in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_missing_config_file(tmp_path):
     result = run("--config=configs/none.py", f"--workdir={tmp_path}")
     assert result.returncode != 0

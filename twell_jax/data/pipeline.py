@@ -49,7 +49,8 @@ def training_dataset(
         grain.MapDataset.range(len(windows))
         .seed(seed)
         .shuffle()
-        .repeat()
+        # Of an endless repetition, Grain cannot take batches of 1: their number overflows.
+        .repeat(2**62 // len(windows))
         .slice(slice(part, None, num_parts))
         .batch(batch_size // num_parts)
         .map(windows.batch)
