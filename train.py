@@ -42,37 +42,43 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", 0, "Number of this process.", l
 
 def main(argv: list[str]) -> None:
     """Command line of train.py."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
-    if not _WORKDIR.value:
-        raise app.UsageError("--workdir: is empty; name a folder")
-    if _PROCESS_ID.value >= _NUM_PROCESSES.value:
-        raise app.UsageError(
-            f"--process_id: {_PROCESS_ID.value}; with --num_processes={_NUM_PROCESSES.value} it is "
-            f"at most {_NUM_PROCESSES.value - 1}"
-        )
     logging.set_verbosity(logging.INFO)
     quiet_libraries()
-    if _COORDINATOR.value:
-        jax.distributed.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-    elif _NUM_PROCESSES.value > 1:
-        raise app.UsageError("--num_processes needs --coordinator_address")
-    elif _DISTRIBUTED.value:
-        jax.distributed.initialize()
-    if jax.process_index() != 0:
-        console.quiet = True
-        logging.set_verbosity(logging.WARNING)
     try:
+        _check_flags(argv)
+        _join_processes()
         train(_CONFIG.value, _WORKDIR.value)
     except (UserError, NonFiniteError, OSError) as error:
         sys.exit(f"train.py: {error}")
-    except NotImplementedError as error:  # a backend that this machine or shape does not have
-        sys.exit(f"train.py: --config.model.ffn_backend={_CONFIG.value.model.ffn_backend}: {error}")
     except StoppedBySignalError as stopped:
         logging.info("%s", stopped)
         sys.exit(0 if stopped.signum == signal.SIGTERM else 128 + stopped.signum)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _check_flags(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise UserError(f"unknown arguments: {' '.join(argv[1:])}")
+    if not _WORKDIR.value:
+        raise UserError("--workdir: is empty; name a folder")
+    if _NUM_PROCESSES.value > 1 and not _COORDINATOR.value:
+        raise UserError("--num_processes needs --coordinator_address")
+    if _PROCESS_ID.value >= _NUM_PROCESSES.value:
+        raise UserError(
+            f"--process_id: {_PROCESS_ID.value}; with --num_processes={_NUM_PROCESSES.value} it is "
+            f"at most {_NUM_PROCESSES.value - 1}"
+        )
+
+
+def _join_processes() -> None:
+    if _COORDINATOR.value:
+        jax.distributed.initialize(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    elif _DISTRIBUTED.value:
+        jax.distributed.initialize()
+    if jax.process_index() != 0:
+        console.quiet = True
+        logging.set_verbosity(logging.WARNING)
 
 
 if __name__ == "__main__":

@@ -215,10 +215,13 @@ def measure(
     tokens: int, size: int, neurons: int, layer_number: int, active: float
 ) -> tuple[dict, dict]:
     """(config, values) of a row."""
+    dense, merged, sparse = compiled(_BACKEND.value)
+    # A backend that cannot serve this says so before anything is made or timed.
+    shapes = [jax.ShapeDtypeStruct((rows, size), jnp.bfloat16) for rows in (tokens, *3 * [neurons])]
+    jax.eval_shape(sparse, *shapes)
     rates = firing_rates(_RATES.value, neurons, active, file=_RATES_FILE.value, layer=layer_number)
     layer = make_layer(tokens, size, rates)
     x, w_gate, w_up, w_down = layer
-    dense, merged, sparse = compiled(_BACKEND.value)
     values = compare(layer, dense, sparse)
     w_both = jnp.concatenate([w_gate, w_up])
     functions = {

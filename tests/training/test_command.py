@@ -53,6 +53,8 @@ def test_a_wrong_flag_is_named(tmp_path, override, message):
     [
         ("--workdir=", "--workdir: is empty"),
         ("--process_id=2", "--process_id: 2; with --num_processes=1 it is at most 0"),
+        ("--num_processes=2", "--num_processes needs --coordinator_address"),
+        ("another", "unknown arguments: another"),
         ("--config.model.ffn_backend=triton", "--config.model.ffn_backend=triton: backend"),
     ],
 )
@@ -60,7 +62,21 @@ def test_what_cannot_be_run_is_refused_without_a_traceback(data_path, tmp_path, 
     file = write_config(tmp_path, make_config(data_path))
     result = run(f"--config={file}", f"--workdir={tmp_path / 'run'}", flag)
     assert result.returncode == 1
-    assert message in result.stdout + result.stderr
+    assert result.stderr.splitlines()[-1].startswith(f"train.py: {message}")
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "has no get_config()"), ("def get_config(): return {}", "must return a twell_jax")],
+)
+def test_a_file_that_is_no_configuration(tmp_path, content, message):
+    file = tmp_path / "config.py"
+    file.write_text(content)
+    result = run(f"--config={file}", f"--workdir={tmp_path / 'run'}")
+    assert result.returncode == 1
+    assert message in result.stderr
     assert "Traceback" not in result.stderr
 
 

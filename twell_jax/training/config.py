@@ -21,7 +21,7 @@ class DataConfig:
 
     Attributes:
       path: folder made by `python -m twell_jax.prepare`; "stdlib" prepares the source
-        of the running Python's standard library into WORKDIR/data.
+        of the running Python's standard library into a folder of WORKDIR/data.
       sequence_length: tokens of a training example.
       stdlib_vocab_size: size of the tokenizer trained on the standard library.
       stdlib_max_bytes: how much of the standard library to use; 0 means all of it.

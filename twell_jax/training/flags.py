@@ -17,6 +17,8 @@ from twell_jax.training.config import Config
 # The flag belongs, in --help, to the program that asks for it.
 flags.disclaim_key_flags()
 
+_CONFIG_CLASS = f"{Config.__module__}.{Config.__qualname__}"
+
 # What ml_collections raises for `section.field` that the configuration does not have.
 _UNKNOWN = re.compile(r"Field (\w+) not found on dataclass|\.(\w+) does not exist")
 
@@ -33,7 +35,7 @@ def define_config_flag(default: str) -> flags.FlagHolder[Config]:
         return config_flags.DEFINE_config_file(
             "config",
             default,
-            "Python file whose get_config() returns a twell_jax.training.config.Config. "
+            f"Python file whose get_config() returns a {_CONFIG_CLASS}. "
             "--config.section.field=value overrides a field; the classes in that module "
             "explain each one.\n" + "\n".join(lines),
         )
@@ -48,7 +50,11 @@ def parse_flags(argv: list[str]) -> list[str]:
         if name in ("-config", "--config") and not os.path.isfile(path.split(":")[0]):
             sys.exit(f"--config: no file {path!r}")
     with _explained_errors(argv):
-        return app.parse_flags_with_usage(argv)
+        rest = app.parse_flags_with_usage(argv)
+    config = flags.FLAGS.config
+    if not isinstance(config, Config):
+        sys.exit(f"--config: get_config() must return a {_CONFIG_CLASS}, got {type(config)}")
+    return rest
 
 
 @contextlib.contextmanager
@@ -56,6 +62,8 @@ def _explained_errors(argv: list[str]) -> Iterator[None]:
     try:
         yield
     except (KeyError, AttributeError) as error:
+        if "has no attribute 'get_config'" in str(error):
+            sys.exit(f"--config: the file has no get_config(), which returns a {_CONFIG_CLASS}")
         match = _UNKNOWN.search(str(error))
         if match is None:
             raise

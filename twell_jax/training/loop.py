@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import json
 import pathlib
-import tempfile
 
 import jax
 import numpy as np
@@ -15,16 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from twell_jax.console import console
 from twell_jax.data import store
 from twell_jax.data.pipeline import training_dataset
-from twell_jax.data.preparation import PrepareOptions, prepare
-from twell_jax.data.stdlib import stdlib_files
 from twell_jax.environment import describe_environment
 from twell_jax.errors import ConfigError
 from twell_jax.flops import peak_flops, train_flops_per_token
-from twell_jax.sharding import batch_sharding, batch_share, make_mesh, shardings
-from twell_jax.training import report
+from twell_jax.sharding import batch_sharding, batch_share, shardings
+from twell_jax.training import preflight, report
 from twell_jax.training.checkpoint import Checkpointer
 from twell_jax.training.clock import StepClock
-from twell_jax.training.config import STDLIB, Config
+from twell_jax.training.config import Config
 from twell_jax.training.evaluate import Evaluation, evaluate
 from twell_jax.training.metrics import MetricsWriter
 from twell_jax.training.progress import TrainingProgress
@@ -56,9 +53,10 @@ def train(config: Config, workdir: str | pathlib.Path) -> dict:
       StoppedBySignalError: SIGTERM or SIGINT came, and the state was saved.
     """
     config.validate()
-    mesh = _make_mesh(config)
-    workdir = _make_workdir(pathlib.Path(workdir))
-    data_path = _find_data(config, workdir)
+    mesh = preflight.make_config_mesh(config)
+    preflight.check_backend(config, mesh)
+    workdir = preflight.make_workdir(pathlib.Path(workdir))
+    data_path = preflight.find_data(config, workdir)
     checkpointer = Checkpointer(
         workdir / "checkpoints", config.checkpoint, store.fingerprint(data_path)
     )
@@ -67,48 +65,6 @@ def train(config: Config, workdir: str | pathlib.Path) -> dict:
             return _Run(config, workdir, data_path, mesh, checkpointer).run()
     finally:
         checkpointer.close()
-
-
-def _make_workdir(workdir: pathlib.Path) -> pathlib.Path:
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        # Better now than at the first checkpoint.
-        tempfile.TemporaryFile(dir=workdir).close()
-    except OSError as error:
-        raise ConfigError(f"--workdir={workdir}: cannot write there: {error.strerror}") from None
-    return workdir
-
-
-def _make_mesh(config: Config) -> jax.sharding.Mesh:
-    shape = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    try:
-        mesh = make_mesh(shape)
-    except ValueError as error:
-        raise ConfigError(f"--config.mesh: {error}") from None
-    config.check_divides(mesh.shape)
-    return mesh
-
-
-def _find_data(config: Config, workdir: pathlib.Path) -> str:
-    """The prepared folder; makes that of the standard library if need be. Checks the vocabulary."""
-    path = config.data.path
-    if path == STDLIB:
-        path = str(workdir / "data")
-        if jax.process_index() == 0 and not pathlib.Path(path).exists():
-            options = PrepareOptions(
-                inputs=stdlib_files(config.data.stdlib_max_bytes),
-                vocab_size=config.data.stdlib_vocab_size,
-                validation_fraction=0.02,
-            )
-            prepare(options, path)
-        multihost_utils.sync_global_devices("data is prepared")
-    vocab_size = store.read_manifest(path)["vocab_size"]
-    if vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"--config.model.vocab_size: {config.model.vocab_size} is less than the {vocab_size} "
-            f"tokens of the data in {path}"
-        )
-    return path
 
 
 class _Run:
