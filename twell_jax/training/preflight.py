@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from twell_jax.data import store
 from twell_jax.data.preparation import PrepareOptions, prepare
 from twell_jax.data.stdlib import stdlib_files
-from twell_jax.errors import ConfigError
+from twell_jax.errors import ConfigError, DataError
 from twell_jax.modules import SparseFFN
 from twell_jax.sharding import make_mesh
 from twell_jax.training.config import STDLIB, Config
@@ -86,7 +86,12 @@ def find_data(config: Config, workdir: pathlib.Path) -> str:
                 vocab_size=data.stdlib_vocab_size,
                 validation_fraction=0.02,
             )
-            prepare(options, path)
+            try:
+                prepare(options, path)
+            except (
+                ValueError
+            ) as error:  # too little text to hold some out, or to fill the vocabulary
+                raise DataError(f"--config.data.stdlib_*: {error}") from None
         multihost_utils.sync_global_devices("data is prepared")
     vocab_size = store.read_manifest(path)["vocab_size"]
     if vocab_size > config.model.vocab_size:
