@@ -18,7 +18,8 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks.results import append_row
-from benchmarks.trainer import Trainer, spread
+from benchmarks.timing import spread
+from benchmarks.trainer import Trainer
 from twell_jax.data import store
 from twell_jax.data.pipeline import training_dataset
 from twell_jax.environment import describe_environment

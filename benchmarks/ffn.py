@@ -1,29 +1,31 @@
-r"""Times the forward pass of a feed-forward layer, dense and sparse, and the parts of the latter.
+r"""Times a feed-forward layer, dense and sparse, and the parts of the latter.
 
   python -m benchmarks.ffn --tokens=32768 --active=7,29 --rates=uniform
+  python -m benchmarks.ffn --density=0.001,0.01,0.1 --pass=train --backend=mosaic_triton
 
-Outputs are compared with f32 first, row by row, after 2 GiB of memory full of NaN were freed.
-Then everything is timed in turn, several rounds. Dense is the faster of three XLA matmuls and of
-two, with gate and up merged. Writes one row for each number of active neurons.
+Outputs, with --pass=train all gradients too, are compared with f32 first, row by row, after 2 GiB
+of memory full of NaN were freed. Then everything is timed in turn, several rounds. Dense is the
+faster of three XLA matmuls and of two, with gate and up merged. Writes one row for each case.
 """
 
 import functools
 import itertools
 import json
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 
+from benchmarks.ffn_layers import PASSES, compare, layers_of
+from benchmarks.ffn_truth import DisagreementError
 from benchmarks.results import append_row
+from benchmarks.timing import time_in_turn
 from benchmarks.workload import RATES, firing_rates, make_layer
-from pallas_kernels import BACKENDS, sparse_ffn
+from pallas_kernels import BACKENDS
 from pallas_kernels.mosaic_gpu import consumer, gate
 from pallas_kernels.packed_ffn import FfnConfig, list_capacity
-from pallas_kernels.triton_gpu import launch
+from pallas_kernels.triton_gpu import backward, launch
 from twell_jax.environment import describe_environment
 from twell_jax.flops import peak_flops
 
@@ -33,10 +35,16 @@ _INTERMEDIATE_SIZE = flags.DEFINE_list(
 )
 _TOKENS = flags.DEFINE_list("tokens", ["32768"], "Number M of tokens; several in turn.")
 _ACTIVE = flags.DEFINE_list("active", ["29"], "Mean active neurons of a token; several in turn.")
+_DENSITY = flags.DEFINE_list(
+    "density", [], "Instead of --active: the active share of the neurons, 0 to 1; several in turn."
+)
 _RATES = flags.DEFINE_enum("rates", "uniform", RATES, "How unevenly neurons fire.")
 _RATES_FILE = flags.DEFINE_string("rates_file", "", "For --rates=file: an .npz with 'rates'.")
 _LAYER = flags.DEFINE_list(
     "layer", ["0"], "For --rates=file: which layer's rates; several in turn."
+)
+_PASS = flags.DEFINE_enum(
+    "pass", "forward", PASSES, "What is timed; train is the forward and the backward pass."
 )
 _BACKEND = flags.DEFINE_enum("backend", "mosaic_gpu", BACKENDS, "Backend of sparse_ffn.")
 _PARTS = flags.DEFINE_bool("parts", True, "Also time the parts (GPU backends).")
@@ -48,128 +56,6 @@ _OUTPUT = flags.DEFINE_string(
 
 # Rate at which rows come from the L2 cache of an H200, as measured for random rows of 4 KiB.
 _L2_BYTES_PER_SECOND = 8e12
-
-
-class DisagreementError(RuntimeError):
-    """An output is not what it must be, so that its time means nothing."""
-
-
-def dense_separate(x, w_gate, w_up, w_down):
-    """Three matmuls, elementwise work fused by XLA."""
-    return (jax.nn.relu(x @ w_gate.T) * (x @ w_up.T)) @ w_down
-
-
-def dense_merged(x, w_both, w_down):
-    """Two matmuls; `w_both` has the rows of the gate, then those of up."""
-    gates, up = jnp.split(x @ w_both.T, 2, axis=1)
-    return (jax.nn.relu(gates) * up) @ w_down
-
-
-# Error of a sum of products, over the norms of both factors: tensor cores cut digits off as they
-# add. For 1 row in 3000 the allowance is more than 2^-7 of the row, for the median one 4e-4.
-_SUM_ROUNDING = 2.0**-20
-
-
-@jax.jit
-def _truth_of_piece(x, w_gate, w_up, w_down):
-    # Not on tensor cores, as dense and sparse are.
-    x, w_gate, w_up, w_down = (a.astype(jnp.float32) for a in (x, w_gate, w_up, w_down))
-    product = functools.partial(jnp.einsum, precision="highest")
-    gates = jax.nn.relu(product("td,hd->th", x, w_gate))
-    up = product("td,hd->th", x, w_up)
-    y = product("th,hd->td", gates * up, w_down)
-
-    def norms(array):
-        return jnp.linalg.norm(array, axis=-1)
-
-    # What the rounding of both sums can do to h, then to y.
-    per_gate, per_up = norms(w_up) * norms(w_down), norms(w_gate) * norms(w_down)
-    spread = gates @ per_gate + jnp.where(gates > 0, jnp.abs(up), 0) @ per_up
-    return y, _SUM_ROUNDING * norms(x) * spread
-
-
-def truth_of(layer, rows=4096):
-    """f32 y, and by how much its rows depend on the order in which sums are taken.
-
-    A row may have a single active neuron whose `up` is nearly 0: all digits of it are rounding.
-    """
-    x, w_gate, w_up, w_down = layer
-    pieces = [
-        _truth_of_piece(x[first : first + rows], w_gate, w_up, w_down)
-        for first in range(0, len(x), rows)
-    ]
-    return tuple(jnp.concatenate(parts) for parts in zip(*pieces, strict=True))
-
-
-def relative_row_errors(y, truth, rounding) -> np.ndarray:
-    """Error of every row, less `rounding [M]`, over its norm; rows that are 0 must be 0."""
-    norms = jnp.linalg.norm(truth, axis=-1)
-    errors = jnp.linalg.norm(y.astype(jnp.float32) - truth, axis=-1)
-    # Not jnp.maximum alone: a NaN must stay.
-    errors = jnp.where(errors <= rounding, 0, errors - rounding)
-    return np.asarray(jnp.where(norms > 0, errors / jnp.maximum(norms, 1e-30), errors))
-
-
-def poison_memory() -> None:
-    """Fills 2 GiB with NaN and frees them: a buffer that is not written will show it."""
-    jax.block_until_ready(jnp.full((2 << 30) // 4, jnp.nan, jnp.float32))
-
-
-def compare(layer, dense, sparse) -> dict:
-    """Compares all outputs; returns the errors.
-
-    Raises:
-      DisagreementError: a row of y is off by more than twice the worst row of the dense
-        layer, or a statistic is wrong.
-    """
-    truth, rounding = truth_of(layer)
-    dense_error = relative_row_errors(dense(*layer), truth, rounding).max()
-    poison_memory()
-    y, stats = jax.block_until_ready(sparse(*layer))
-    errors = relative_row_errors(y, truth, rounding)
-    _, expected = compiled("reference")[2](*layer)
-    # Gates within a rounding of 0 may fall on either side: not many, and evenly.
-    flips = np.abs(np.asarray(stats.fired) - np.asarray(expected.fired)).sum()
-    result = {
-        "max_row_error": float(errors.max()),
-        "dense_max_row_error": float(dense_error),
-        "fired_difference": int(flips),
-        "fired": int(np.asarray(expected.fired).sum()),
-        "l1_relative_error": abs(float(stats.l1) / float(expected.l1) - 1),
-        "active": float(stats.l0),
-        "num_dense": int(stats.num_dense),
-    }
-    if not errors.max() <= max(2 * dense_error, 2**-7):
-        raise DisagreementError(f"row {errors.argmax()} of y is off: {result}")
-    if flips > 1e-4 * result["fired"] + 2 or not result["l1_relative_error"] < 2**-8:
-        raise DisagreementError(f"statistics differ: {result}")
-    if not np.isclose(result["active"] * len(errors), np.asarray(stats.fired).sum(), rtol=1e-5):
-        raise DisagreementError(f"l0 and fired differ: {result}")
-    return result
-
-
-def time_in_turn(functions: dict) -> dict:
-    """`{name: {"median", "p20", "p80"}}` in ms of functions without arguments."""
-    for function in functions.values():
-        jax.block_until_ready(function())
-    seconds = {name: [] for name in functions}
-    for _ in range(_ROUNDS.value):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            for _ in range(_REPEATS.value):
-                result = function()
-            jax.block_until_ready(result)
-            seconds[name].append((time.perf_counter() - start) / _REPEATS.value)
-    return {
-        name: dict(
-            zip(
-                ("p20", "median", "p80"),
-                (1e3 * np.percentile(values, (20, 50, 80))).tolist(),
-                strict=True,
-            )
-        )
-        for name, values in seconds.items()
-    }
 
 
 def parts_of(layer, backend: str) -> dict:
@@ -198,55 +84,68 @@ def parts_of(layer, backend: str) -> dict:
         return parts
     make_lists, up_down = jax.jit(launch.make_lists, static_argnums=2), jax.jit(launch.up_down)
     lists = make_lists(words, lengths, capacity)
-    return parts | {
+    parts |= {
         "lists": lambda: make_lists(words, lengths, capacity),
         "consumer": lambda: up_down(lists, x, w_up, w_down),
     }
+    if _PASS.value == "train":
+        regroup = jax.jit(backward.regroup, static_argnums=1)
+        parts["regroup"] = lambda: regroup(lists, len(w_up))
+    return parts
 
 
-@functools.cache
-def compiled(backend: str):
-    """The jitted layers, so that only a new shape compiles: dense, merged, sparse."""
-    sparse = functools.partial(sparse_ffn, backend=backend)
-    return jax.jit(dense_separate), jax.jit(dense_merged), jax.jit(sparse)
+def floors_of(tokens, size, neurons, pairs, peak, differentiate: bool) -> dict:
+    """The least time of the parts in ms: FLOPs of the gate, and bytes of rows from the L2."""
+    # Rows of w_up and w_down; then of all weights for dx, and of x and y_bar for theirs.
+    bytes_of = {"consumer_ms": 4 * size}
+    if differentiate:
+        bytes_of |= {"token_gradients_ms": 6 * size, "weight_gradients_ms": 4 * size}
+    rates = {name: 1e3 * pairs * size / _L2_BYTES_PER_SECOND for name, size in bytes_of.items()}
+    return {"gate_ms": 1e3 * 2 * tokens * size * neurons / peak, **rates}
 
 
 def measure(
     tokens: int, size: int, neurons: int, layer_number: int, active: float
 ) -> tuple[dict, dict]:
     """(config, values) of a row."""
-    dense, merged, sparse = compiled(_BACKEND.value)
+    differentiate = _PASS.value == "train"
+    layers = layers_of(_BACKEND.value, _PASS.value)
     # A backend that cannot serve this says so before anything is made or timed.
     shapes = [jax.ShapeDtypeStruct((rows, size), jnp.bfloat16) for rows in (tokens, *3 * [neurons])]
-    jax.eval_shape(sparse, *shapes)
+    jax.eval_shape(layers.sparse, *shapes, *(shapes[:1] if differentiate else ()))
     rates = firing_rates(_RATES.value, neurons, active, file=_RATES_FILE.value, layer=layer_number)
     layer = make_layer(tokens, size, rates)
+    y_bar = ()
+    if differentiate:
+        y_bar = (jax.random.normal(jax.random.key(1), (tokens, size), jnp.bfloat16),)
+    values = compare(layers, layer, *y_bar)
     x, w_gate, w_up, w_down = layer
-    values = compare(layer, dense, sparse)
     w_both = jnp.concatenate([w_gate, w_up])
     functions = {
-        "dense_separate": lambda: dense(*layer),
-        "dense_merged": lambda: merged(x, w_both, w_down),
-        "sparse": lambda: sparse(*layer),
+        "dense_separate": lambda: layers.separate(*layer, *y_bar),
+        "dense_merged": lambda: layers.merged(x, w_both, w_down, *y_bar),
+        "sparse": lambda: layers.sparse(*layer, *y_bar),
     }
     if _PARTS.value and _BACKEND.value not in ("auto", "reference"):
         functions |= parts_of(layer, _BACKEND.value)
-    times = time_in_turn(functions)
+        if differentiate:
+            sparse_forward = layers_of(_BACKEND.value, "forward").sparse
+            functions["forward"] = lambda: sparse_forward(*layer)
+    times = time_in_turn(functions, rounds=_ROUNDS.value, repeats=_REPEATS.value)
     fastest = min(("dense_separate", "dense_merged"), key=lambda name: times[name]["median"])
     values |= {"dense": fastest, "dense_ms": times[fastest], "sparse_ms": times["sparse"]}
     values["ratio"] = times[fastest]["median"] / times["sparse"]["median"]
     values["parts_ms"] = {n: t for n, t in times.items() if n not in (fastest, "sparse")}
     pairs = values["active"] * tokens
-    gate_flops = 2 * tokens * size * neurons
+    if "consumer" in times:
+        seconds = times["consumer"]["median"] / 1e3
+        values["consumer_bytes_per_second"] = pairs * 4 * size / seconds
+    flops = (3 if differentiate else 1) * 6 * tokens * size * neurons
+    values["dense_tflops_per_second"] = flops / times[fastest]["median"] / 1e9
     peak = peak_flops(jax.devices()[0].device_kind)
     if peak:
-        floors = {
-            "gate_ms": 1e3 * gate_flops / peak,
-            "consumer_ms": 1e3 * pairs * 4 * size / _L2_BYTES_PER_SECOND,
-        }
-        values["floor"] = floors
-        values["floor_ratio"] = times["sparse"]["median"] / sum(floors.values())
-        values["dense_tflops_per_second"] = 3 * gate_flops / times[fastest]["median"] / 1e9
+        values["floor"] = floors_of(tokens, size, neurons, pairs, peak, differentiate)
+        values["floor_ratio"] = times["sparse"]["median"] / sum(values["floor"].values())
     config = {
         "hidden_size": size,
         "intermediate_size": neurons,
@@ -261,20 +160,39 @@ def measure(
     return config, values
 
 
+def cases_of_flags() -> list[tuple]:
+    """Arguments of `measure`."""
+    numbers = {}
+    for flag, kind in (
+        (_TOKENS, int),
+        (_HIDDEN_SIZE, int),
+        (_INTERMEDIATE_SIZE, int),
+        (_LAYER, int),
+        (_ACTIVE, float),
+        (_DENSITY, float),
+    ):
+        try:
+            numbers[flag.name] = [kind(value) for value in flag.value]
+        except ValueError:
+            raise app.UsageError(f"--{flag.name}: not a list of numbers: {flag.value}") from None
+    densities = numbers.pop("density")
+    if not all(0 < density < 1 for density in densities):
+        raise app.UsageError(f"--density: must be above 0 and below 1, got {densities}")
+    actives = numbers.pop("active")
+    return [
+        (*sizes, active)
+        for sizes in itertools.product(*numbers.values())
+        for active in ([density * sizes[2] for density in densities] or actives)
+    ]
+
+
 def main(argv: list[str]) -> None:
     """Command line of `python -m benchmarks.ffn`."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments: {argv[1:]}")
     environment = describe_environment()
-    try:
-        sizes = [
-            [int(number) for number in flag.value]
-            for flag in (_TOKENS, _HIDDEN_SIZE, _INTERMEDIATE_SIZE, _LAYER)
-        ]
-        cases = list(itertools.product(*sizes, map(float, _ACTIVE.value)))
-    except ValueError as error:
-        raise app.UsageError(str(error)) from None
-    for case in cases:
+    name = f"ffn.{_PASS.value}"
+    for case in cases_of_flags():
         try:
             config, values = measure(*case)
         except (DisagreementError, NotImplementedError, ValueError) as error:
@@ -282,7 +200,7 @@ def main(argv: list[str]) -> None:
         parts = "  ".join(f"{n} {t['median']:.3f}" for n, t in values["parts_ms"].items())
         print(
             f"M {config['tokens']} D {config['hidden_size']} H {config['intermediate_size']} "
-            f"{config['rates']} active {values['active']:.1f}: {values['dense']} "
+            f"{config['rates']} {_PASS.value} active {values['active']:.1f}: {values['dense']} "
             f"{values['dense_ms']['median']:.3f} ms, "
             f"sparse {values['sparse_ms']['median']:.3f} ms, ratio {values['ratio']:.2f}, "
             f"row error {values['max_row_error']:.2e} "
@@ -294,7 +212,7 @@ def main(argv: list[str]) -> None:
             with open(_OUTPUT.value, "a") as file:
                 file.write(json.dumps(row) + "\n")
         else:
-            append_row("ffn.forward", environment, config, values)
+            append_row(name, environment, config, values)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from absl import app, flags
 
 from benchmarks.device_profile import kernel_times
 from benchmarks.results import append_row
-from benchmarks.trainer import Trainer, spread
+from benchmarks.timing import spread
+from benchmarks.trainer import Trainer
 from twell_jax.data.pipeline import training_dataset
 from twell_jax.environment import describe_environment
 from twell_jax.errors import UserError

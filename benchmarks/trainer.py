@@ -3,16 +3,9 @@
 import time
 
 import jax
-import numpy as np
 
 from twell_jax.training.state import initial_state
 from twell_jax.training.step import make_train_step
-
-
-def spread(seconds) -> dict:
-    """Median and percentiles, in milliseconds, of times in seconds."""
-    p20, median, p80 = np.percentile(np.asarray(seconds) * 1e3, [20, 50, 80])
-    return {"median": median, "p20": p20, "p80": p80}
 
 
 class Trainer:
