@@ -8,6 +8,7 @@ of memory full of NaN were freed. Then everything is timed in turn, several roun
 faster of three XLA matmuls and of two, with gate and up merged. Writes one row for each case.
 """
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -15,6 +16,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import app, flags
 
 from benchmarks.ffn_layers import PASSES, compare, layers_of
@@ -22,12 +24,19 @@ from benchmarks.ffn_truth import DisagreementError
 from benchmarks.results import append_row
 from benchmarks.timing import time_in_turn
 from benchmarks.workload import RATES, firing_rates, make_layer
-from pallas_kernels import BACKENDS
+from pallas_kernels import BACKENDS, FfnPlan
 from pallas_kernels.mosaic_gpu import consumer, gate
 from pallas_kernels.packed_ffn import FfnConfig, list_capacity
 from pallas_kernels.triton_gpu import backward, launch
 from twell_jax.environment import describe_environment
 from twell_jax.flops import peak_flops
+from twell_jax.planning import (
+    FORWARD_COSTS,
+    TRAINING_COSTS,
+    best_plan,
+    neuron_order,
+    predicted_ns,
+)
 
 _HIDDEN_SIZE = flags.DEFINE_list("hidden_size", ["2048"], "Width D; several in turn.")
 _INTERMEDIATE_SIZE = flags.DEFINE_list(
@@ -43,11 +52,20 @@ _RATES_FILE = flags.DEFINE_string("rates_file", "", "For --rates=file: an .npz w
 _LAYER = flags.DEFINE_list(
     "layer", ["0"], "For --rates=file: which layer's rates; several in turn."
 )
+_DENSE_BAND = flags.DEFINE_list(
+    "dense_band",
+    ["0"],
+    "Neurons in the dense band of the plan, the busiest ones; auto takes those that the cost "
+    "model takes; several in turn.",
+)
+_SKIP_SILENT = flags.DEFINE_bool("skip_silent", False, "Leave out neurons whose rate is 0.")
 _PASS = flags.DEFINE_enum(
     "pass", "forward", PASSES, "What is timed; train is the forward and the backward pass."
 )
 _BACKEND = flags.DEFINE_enum("backend", "mosaic_gpu", BACKENDS, "Backend of sparse_ffn.")
-_PARTS = flags.DEFINE_bool("parts", True, "Also time the parts (GPU backends).")
+_PARTS = flags.DEFINE_bool(
+    "parts", True, "Also time the parts (GPU backends, all neurons in the sparse band)."
+)
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds of all in turn.", lower_bound=5)
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Calls of each in a round.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string(
@@ -75,7 +93,7 @@ def parts_of(layer, backend: str) -> dict:
     if backend == "mosaic_gpu":
         consumer_config = consumer.default_config(x.shape[1], words.shape[1], config.slots)
         up_down = jax.jit(functools.partial(consumer.up_down, config=consumer_config))
-        return parts | {"consumer": lambda: up_down(words, x, w_up, w_down)}
+        return parts | {"consumer": lambda: up_down(words, x, w_up, w_down, None)}
     # As many of them as `sparse_ffn` would take.
     capacity = list_capacity(len(x), len(w_gate), FfnConfig())
     overflowed = jnp.any(words[:, :, 0] > config.slots, axis=1)
@@ -86,7 +104,7 @@ def parts_of(layer, backend: str) -> dict:
     lists = make_lists(words, lengths, capacity)
     parts |= {
         "lists": lambda: make_lists(words, lengths, capacity),
-        "consumer": lambda: up_down(lists, x, w_up, w_down),
+        "consumer": lambda: up_down(lists, x, w_up, w_down, None),
     }
     if _PASS.value == "train":
         regroup = jax.jit(backward.regroup, static_argnums=1)
@@ -94,27 +112,43 @@ def parts_of(layer, backend: str) -> dict:
     return parts
 
 
-def floors_of(tokens, size, neurons, pairs, peak, differentiate: bool) -> dict:
-    """The least time of the parts in ms: FLOPs of the gate, and bytes of rows from the L2."""
+def floors_of(tokens, size, neurons, dense_band, pairs, peak, differentiate: bool) -> dict:
+    """The least time of the parts in ms.
+
+    FLOPs of the gate of all `neurons`, and of the rest of the dense band; and, of the `pairs` of
+    the sparse band, bytes of rows from the L2.
+    """
     # Rows of w_up and w_down; then of all weights for dx, and of x and y_bar for theirs.
     bytes_of = {"consumer_ms": 4 * size}
     if differentiate:
         bytes_of |= {"token_gradients_ms": 6 * size, "weight_gradients_ms": 4 * size}
     rates = {name: 1e3 * pairs * size / _L2_BYTES_PER_SECOND for name, size in bytes_of.items()}
-    return {"gate_ms": 1e3 * 2 * tokens * size * neurons / peak, **rates}
+    products = neurons + (8 if differentiate else 2) * dense_band
+    return {"matmuls_ms": 1e3 * 2 * tokens * size * products / peak, **rates}
+
+
+def plan_of(rates, size: int, dense_band: int | str) -> tuple[FfnPlan, float]:
+    """The plan of the flags, and its predicted time in ns a token."""
+    costs = TRAINING_COSTS if _PASS.value == "train" else FORWARD_COSTS
+    plan = best_plan(rates, size, costs, skip_silent=_SKIP_SILENT.value)
+    if dense_band != "auto":
+        plan = dataclasses.replace(plan, dense_band=dense_band)
+    plan.check(len(rates))
+    return plan, predicted_ns(rates[neuron_order(rates, plan)], plan, size, costs)
 
 
 def measure(
-    tokens: int, size: int, neurons: int, layer_number: int, active: float
+    tokens: int, size: int, neurons: int, layer_number: int, active: float, dense_band: int | str
 ) -> tuple[dict, dict]:
     """(config, values) of a row."""
     differentiate = _PASS.value == "train"
-    layers = layers_of(_BACKEND.value, _PASS.value)
+    rates = firing_rates(_RATES.value, neurons, active, file=_RATES_FILE.value, layer=layer_number)
+    plan, predicted = plan_of(rates, size, dense_band)
+    layers = layers_of(_BACKEND.value, _PASS.value, plan)
     # A backend that cannot serve this says so before anything is made or timed.
     shapes = [jax.ShapeDtypeStruct((rows, size), jnp.bfloat16) for rows in (tokens, *3 * [neurons])]
     jax.eval_shape(layers.sparse, *shapes, *(shapes[:1] if differentiate else ()))
-    rates = firing_rates(_RATES.value, neurons, active, file=_RATES_FILE.value, layer=layer_number)
-    layer = make_layer(tokens, size, rates)
+    layer = make_layer(tokens, size, rates[neuron_order(rates, plan)])
     y_bar = ()
     if differentiate:
         y_bar = (jax.random.normal(jax.random.key(1), (tokens, size), jnp.bfloat16),)
@@ -126,7 +160,7 @@ def measure(
         "dense_merged": lambda: layers.merged(x, w_both, w_down, *y_bar),
         "sparse": lambda: layers.sparse(*layer, *y_bar),
     }
-    if _PARTS.value and _BACKEND.value not in ("auto", "reference"):
+    if _PARTS.value and plan == FfnPlan() and _BACKEND.value not in ("auto", "reference"):
         functions |= parts_of(layer, _BACKEND.value)
         if differentiate:
             sparse_forward = layers_of(_BACKEND.value, "forward").sparse
@@ -135,6 +169,8 @@ def measure(
     fastest = min(("dense_separate", "dense_merged"), key=lambda name: times[name]["median"])
     values |= {"dense": fastest, "dense_ms": times[fastest], "sparse_ms": times["sparse"]}
     values["ratio"] = times[fastest]["median"] / times["sparse"]["median"]
+    # None if the plan is one that the planner would not take.
+    values["predicted_ms"] = predicted * tokens / 1e6 if np.isfinite(predicted) else None
     values["parts_ms"] = {n: t for n, t in times.items() if n not in (fastest, "sparse")}
     pairs = values["active"] * tokens
     if "consumer" in times:
@@ -144,7 +180,15 @@ def measure(
     values["dense_tflops_per_second"] = flops / times[fastest]["median"] / 1e9
     peak = peak_flops(jax.devices()[0].device_kind)
     if peak:
-        values["floor"] = floors_of(tokens, size, neurons, pairs, peak, differentiate)
+        values["floor"] = floors_of(
+            tokens,
+            size,
+            neurons - plan.silent_band,
+            plan.dense_band,
+            pairs - tokens * float(np.sum(rates[neuron_order(rates, plan)][: plan.dense_band])),
+            peak,
+            differentiate,
+        )
         values["floor_ratio"] = times["sparse"]["median"] / sum(values["floor"].values())
     config = {
         "hidden_size": size,
@@ -153,7 +197,7 @@ def measure(
         "active": active,
         "rates": _RATES.value,
         "backend": _BACKEND.value,
-        "plan": None,
+        "plan": dataclasses.asdict(plan),
     }
     if _RATES.value == "file":
         config["layer"] = layer_number
@@ -170,6 +214,7 @@ def cases_of_flags() -> list[tuple]:
         (_LAYER, int),
         (_ACTIVE, float),
         (_DENSITY, float),
+        (_DENSE_BAND, lambda value: value if value == "auto" else int(value)),
     ):
         try:
             numbers[flag.name] = [kind(value) for value in flag.value]
@@ -178,11 +223,12 @@ def cases_of_flags() -> list[tuple]:
     densities = numbers.pop("density")
     if not all(0 < density < 1 for density in densities):
         raise app.UsageError(f"--density: must be above 0 and below 1, got {densities}")
-    actives = numbers.pop("active")
+    actives, dense_bands = numbers.pop("active"), numbers.pop("dense_band")
     return [
-        (*sizes, active)
+        (*sizes, active, dense_band)
         for sizes in itertools.product(*numbers.values())
         for active in ([density * sizes[2] for density in densities] or actives)
+        for dense_band in dense_bands
     ]
 
 
@@ -198,11 +244,13 @@ def main(argv: list[str]) -> None:
         except (DisagreementError, NotImplementedError, ValueError) as error:
             sys.exit(f"ffn: {error}")
         parts = "  ".join(f"{n} {t['median']:.3f}" for n, t in values["parts_ms"].items())
+        dense, sparse = values["dense_ms"]["median"], values["sparse_ms"]["median"]
+        predicted = values["predicted_ms"] or float("nan")
         print(
             f"M {config['tokens']} D {config['hidden_size']} H {config['intermediate_size']} "
-            f"{config['rates']} {_PASS.value} active {values['active']:.1f}: {values['dense']} "
-            f"{values['dense_ms']['median']:.3f} ms, "
-            f"sparse {values['sparse_ms']['median']:.3f} ms, ratio {values['ratio']:.2f}, "
+            f"{config['rates']} bands {tuple(config['plan'].values())} {_PASS.value} "
+            f"active {values['active']:.1f}: {values['dense']} {dense:.3f} ms, "
+            f"sparse {sparse:.3f} ms (predicted {predicted:.3f}), ratio {values['ratio']:.2f}, "
             f"row error {values['max_row_error']:.2e} "
             f"(dense {values['dense_max_row_error']:.2e})  {parts}",
             flush=True,

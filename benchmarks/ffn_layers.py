@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.ffn_truth import DisagreementError, check_rows, truth_of, worst_row
 from benchmarks.timing import poison_memory
-from pallas_kernels import sparse_ffn
+from pallas_kernels import FfnPlan, sparse_ffn
 
 PASSES = ("forward", "train")
 
@@ -37,8 +37,8 @@ def _dense_with_l1(x, w_gate, w_up, w_down):
     return (hidden @ w_down, l1), None
 
 
-def _sparse_with_l1(*operands, backend):
-    y, stats = sparse_ffn(*operands, backend=backend)
+def _sparse_with_l1(*operands, **options):
+    y, stats = sparse_ffn(*operands, **options)
     return (y, stats.l1), stats
 
 
@@ -82,16 +82,17 @@ class Layers(NamedTuple):
 
 
 @functools.cache
-def layers_of(backend: str, pass_name: str) -> Layers:
+def layers_of(backend: str, pass_name: str, plan: FfnPlan = FfnPlan()) -> Layers:  # noqa: B008
     """The layers, the same ones at every call, so that only a new shape compiles."""
-    sparse = functools.partial(sparse_ffn, backend=backend)
+    options = {"backend": backend, "plan": plan}
+    sparse = functools.partial(sparse_ffn, **options)
     if pass_name == "forward":
         functions = (dense_separate, dense_merged, sparse, lambda *a: (dense_separate(*a), None))
     else:
         functions = (
             _with_gradients(dense_separate),
             _with_gradients(dense_merged),
-            _with_l1_gradients(functools.partial(_sparse_with_l1, backend=backend)),
+            _with_l1_gradients(functools.partial(_sparse_with_l1, **options)),
             _with_l1_gradients(_dense_with_l1),
         )
     return Layers(*map(jax.jit, functions))

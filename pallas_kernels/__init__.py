@@ -7,10 +7,12 @@ operations are in `pallas_kernels.ops`, their meaning is defined by
 
 from pallas_kernels.dispatch import BACKENDS
 from pallas_kernels.ops import FfnStats, matmul_pack, pack, sparse_ffn, twell_matmul, unpack
+from pallas_kernels.plan import FfnPlan
 from pallas_kernels.twell import Twell
 
 __all__ = [
     "BACKENDS",
+    "FfnPlan",
     "FfnStats",
     "Twell",
     "matmul_pack",

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch, reference
+from pallas_kernels.plan import FfnPlan
 from pallas_kernels.reference import FfnStats
 from pallas_kernels.twell import Twell
 
@@ -19,7 +20,14 @@ _DTYPES = (jnp.float32, jnp.bfloat16)
 
 
 def sparse_ffn(
-    x, w_gate, w_up, w_down, *, token_mask=None, backend: str = "auto"
+    x,
+    w_gate,
+    w_up,
+    w_down,
+    *,
+    token_mask=None,
+    backend: str = "auto",
+    plan: FfnPlan = FfnPlan(),  # noqa: B008
 ) -> tuple[jax.Array, FfnStats]:
     """Feed-forward layer `(relu(x Wg') * (x Wu')) Wd` that profits from zero gates.
 
@@ -44,6 +52,7 @@ def sparse_ffn(
       token_mask: bool `[...]`, True for the tokens that count in the statistics;
         None counts all of them.
       backend: one of `pallas_kernels.BACKENDS`.
+      plan: which neurons are computed how; by default all of them by the sparse kernels.
 
     Returns:
       `y`, `[..., D]` in the dtype of x, and `FfnStats`.
@@ -56,7 +65,14 @@ def sparse_ffn(
     w_gate = None if w_gate is None else jnp.asarray(w_gate)
     token_mask = None if token_mask is None else jnp.asarray(token_mask)
     check_sparse_ffn(x, w_gate, w_up, w_down, token_mask)
-    return dispatch.call("sparse_ffn", backend, x, w_gate, w_up, w_down, token_mask)
+    plan.check(len(w_up))
+    weights = (w_gate, w_up, w_down)
+    if plan.silent_band:
+        weights = tuple(None if w is None else w[: len(w_up) - plan.silent_band] for w in weights)
+    y, stats = dispatch.call(
+        "sparse_ffn", backend, x, *weights, token_mask, dense_band=plan.dense_band
+    )
+    return y, stats._replace(fired=jnp.pad(stats.fired, (0, plan.silent_band)))
 
 
 def check_sparse_ffn(x, w_gate, w_up, w_down, token_mask) -> None:

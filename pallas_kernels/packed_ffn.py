@@ -1,15 +1,20 @@
 """The sparse feed-forward layer from kernels: pack, then touch active neurons only.
 
-Three ways, all exact, chosen on the device, for the forward and the backward pass alike:
+Neurons of the dense band (see `plan`) are computed by dense matmuls, and the kernels add those
+of the sparse band to their result. There are three ways to do the latter, all exact, chosen on
+the device, for the forward and the backward pass alike:
 
 - A token that has more active neurons in a tile than there are slots (the first tokens of a
   text do) has lost entries. Up to `pool_rows` such tokens are gathered and computed densely;
   the others take the kernels.
 - If more tokens lost entries, or if the batch has so many active neurons that reading their
   rows would take longer than the dense matmuls, all of it is computed densely.
+
+Between the bands `y` and `dx` are rounded to bf16 once more.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,12 +38,13 @@ class Kernels(NamedTuple):
         number of unmasked tokens on which a neuron was active. See `words`.
       make_lists: `(words, lengths, capacity) -> lists`, whatever the others read. `lengths`,
         int32 `[M]`, is the number of active neurons of a token, or 0 to leave it out.
-      up_down: `(lists, x, w_up, w_down) -> (y, norm)`, with the L1 norm of h; both 0 in rows
-        that were left out. Without a gate, x and w_up are None.
-      gradients: `(lists, l1_scale, x, y_bar, w_gate, w_up, w_down, start) -> (dx, dw_gate, dw_up,
-        dw_down)`. `l1_scale` is that of the reference; weight gradients are added to `start`, f32
-        by weight, or to 0 if it is None. Or None: then a differentiated layer is the
-        reference.
+      up_down: `(lists, x, w_up, w_down, start) -> (y, norm)`, with the L1 norm of h. y is added
+        to `start`, `[M, D]`, or to 0 if it is None; rows that were left out are it, and have norm
+        0. Without a gate, x and w_up are None.
+      gradients: `(lists, l1_scale, x, y_bar, w_gate, w_up, w_down, dx_start, dw_start) -> (dx,
+        dw_gate, dw_up, dw_down)`. `l1_scale` is that of the reference. dx is added to `dx_start`,
+        `[M, D]`, and weight gradients to `dw_start`, f32 by weight; or to 0 if it is None. Or
+        None: then a differentiated layer is the reference.
     """
 
     pack: Callable[..., tuple[jax.Array, jax.Array]]
@@ -66,11 +72,13 @@ class Residuals(NamedTuple):
     """What the backward pass needs, besides the arguments of the layer.
 
     Attributes:
-      lists: the active neurons and their gates.
+      dense: gate, or None, and up activations of the dense band, if there is one.
+      lists: the active neurons of the sparse band and their gates.
       overflowed: bool `[M]`, tokens that lost entries.
-      way: int32, how the layer was computed.
+      way: int32, how the sparse band was computed.
     """
 
+    dense: tuple
     lists: Any
     overflowed: jax.Array
     way: jax.Array
@@ -94,19 +102,47 @@ def _put(array, pooled, values):
     return array.at[pooled].set(values.astype(array.dtype), mode="drop")
 
 
-def _dense(x, w_gate, w_up, w_down):
-    """`(y, norm)` of tokens, computed as the reference does."""
-    y, hidden = reference_ffn.dense_forward(x, w_gate, w_up, w_down)
-    return y, jnp.sum(jnp.abs(hidden), axis=-1)
+def _bands(weights, dense_band: int):
+    """The weights of the dense and of the sparse band."""
+
+    def of(rows):
+        return tuple(None if w is None else w[rows] for w in weights)
+
+    return of(slice(0, dense_band)), of(slice(dense_band, None))
+
+
+def _dense(x, weights, start):
+    """`(y, norm)` of tokens, computed as the reference does, and added to `start` or to 0."""
+    y, hidden = reference_ffn.dense_forward(x, *weights)
+    y = y if start is None else y + start.astype(y.dtype)
+    return y.astype(x.dtype), jnp.sum(jnp.abs(hidden), axis=-1)
 
 
 def forward(
-    x, w_gate, w_up, w_down, token_mask, *, kernels: Kernels, config: FfnConfig
+    x, w_gate, w_up, w_down, token_mask, *, kernels: Kernels, config: FfnConfig, dense_band: int
 ) -> tuple[tuple[jax.Array, FfnStats], Residuals]:
     """The layer; arguments and first result of `pallas_kernels.ops.sparse_ffn`."""
     token_shape, width = x.shape[:-1], x.shape[-1]
     x = x.reshape(-1, width)
     mask = None if token_mask is None else token_mask.reshape(-1)
+    dense, sparse = _bands((w_gate, w_up, w_down), dense_band)
+    start, dense_stats, activations = None, None, ()
+    if dense_band:
+        (start, dense_stats), residuals = reference_ffn.forward(x, *dense, mask)
+        activations = residuals[-2:]
+    (y, stats), residuals = _sparse_forward(x, sparse, mask, start, kernels, config)
+    if dense_stats is not None:
+        stats = stats._replace(
+            l1=dense_stats.l1 + stats.l1,
+            l0=dense_stats.l0 + stats.l0,
+            fired=jnp.concatenate([dense_stats.fired, stats.fired]),
+        )
+    return (y.reshape(*token_shape, width), stats), Residuals(activations, *residuals)
+
+
+def _sparse_forward(x, weights, mask, start, kernels, config):
+    """y, added to `start`, and statistics of the sparse band; residuals without `dense`."""
+    w_gate, w_up, w_down = weights
     rows, neurons = x.shape[0], w_up.shape[0]
     words, fired = kernels.pack(x, w_up if w_gate is None else w_gate, mask)
     counts = words[:, :, 0]
@@ -126,21 +162,22 @@ def forward(
 
     def by_kernels():
         gated = (x, w_up) if w_gate is not None else (None, None)
-        return kernels.up_down(lists, *gated, w_down)
+        return kernels.up_down(lists, *gated, w_down, start)
 
     def by_kernels_and_pool():
         y, norm = by_kernels()
         pooled = _pooled(overflowed, pool_rows)
-        pool_y, pool_norm = _dense(_take(x, pooled), w_gate, w_up, w_down)
+        pool_start = None if start is None else _take(start, pooled)
+        pool_y, pool_norm = _dense(_take(x, pooled), weights, pool_start)
         return _put(y, pooled, pool_y), _put(norm, pooled, pool_norm)
 
     def densely():
-        return _dense(x, w_gate, w_up, w_down)
+        return _dense(x, weights, start)
 
     y, norm = lax.switch(way, (by_kernels, by_kernels_and_pool, densely))
     if mask is not None:
         norm, num_active = jnp.where(mask, norm, 0), jnp.where(mask, num_active, 0)
-    num_tokens = reference_ffn.count_tokens(token_shape, mask)
+    num_tokens = reference_ffn.count_tokens(x.shape[:1], mask)
     factor = reference_ffn.mean_factor(num_tokens)
     stats = FfnStats(
         l1=jnp.sum(norm) * factor,
@@ -149,47 +186,90 @@ def forward(
         num_tokens=num_tokens,
         num_dense=jnp.where(is_dense, rows, num_overflowed).astype(jnp.int32),
     )
-    return (y.reshape(*token_shape, width), stats), Residuals(lists, overflowed, way)
+    return (y, stats), (lists, overflowed, way)
 
 
 def backward(
-    x, w_gate, w_up, w_down, token_mask, residuals, cotangents, *, kernels, config
+    x,
+    w_gate,
+    w_up,
+    w_down,
+    token_mask,
+    residuals: Residuals,
+    cotangents,
+    *,
+    kernels: Kernels,
+    config: FfnConfig,
+    dense_band: int,
 ) -> tuple:
     """Gradients of x and the weights; the first five arguments are those of `forward`."""
     y_bar, stats_bar = cotangents
     shape, width = x.shape, x.shape[-1]
     x, y_bar = x.reshape(-1, width), y_bar.reshape(-1, width)
     mask = None if token_mask is None else token_mask.reshape(-1)
-    weights = (w_gate, w_up, w_down)
-    l1_scale = reference_ffn.l1_scales(stats_bar.l1, x.shape[:1], mask)
-    lists, overflowed, way = residuals
+    dense, sparse = _bands((w_gate, w_up, w_down), dense_band)
+    tokens = (x, y_bar, reference_ffn.l1_scales(stats_bar.l1, x.shape[:1], mask))
+    start = None
+    if dense_band:
+        results = reference_ffn.gradients(x, *dense, *residuals.dense, *tokens[1:])
+        start, *dense_dw = jax.tree.map(lambda result: result.astype(x.dtype), results)
+    dx, *dw = _sparse_backward(tokens, sparse, residuals, start, kernels, config)
+    if dense_band:
+        dw = [
+            None if of_dense is None else jnp.concatenate([of_dense, of_sparse])
+            for of_dense, of_sparse in zip(dense_dw, dw, strict=True)
+        ]
+    return dx.reshape(shape), *dw
 
-    def of_tokens(x, y_bar, l1_scale):
+
+def _sparse_backward(tokens, weights, residuals, start, kernels, config):
+    """dx, added to `start`, and the gradients of the weights of the sparse band.
+
+    `tokens` are x, y_bar and l1_scale.
+    """
+    x, y_bar, l1_scale = tokens
+    _, lists, overflowed, way = residuals
+
+    def of_tokens(tokens, start):
         """As the reference does; f32."""
-        activations = reference_ffn.activations(x, w_gate, w_up)
-        return reference_ffn.gradients(x, *weights, *activations, y_bar, l1_scale)
+        x, y_bar, l1_scale = tokens
+        activations = reference_ffn.activations(x, *weights[:2])
+        dx, *dw = reference_ffn.gradients(x, *weights, *activations, y_bar, l1_scale)
+        return dx if start is None else dx + start.astype(dx.dtype), *dw
 
-    def by_kernels(start=None):
-        return kernels.gradients(lists, l1_scale, x, y_bar, *weights, start)
+    def by_kernels(dw_start=None):
+        return kernels.gradients(lists, l1_scale, x, y_bar, *weights, start, dw_start)
 
     def by_kernels_and_pool():
         pooled = _pooled(overflowed, min(config.pool_rows, len(x)))
-        pool_dx, *start = of_tokens(*(_take(array, pooled) for array in (x, y_bar, l1_scale)))
-        dx, *dw = by_kernels(start)
+        pool_start = None if start is None else _take(start, pooled)
+        pool_tokens = tuple(_take(array, pooled) for array in tokens)
+        pool_dx, *dw_start = of_tokens(pool_tokens, pool_start)
+        dx, *dw = by_kernels(dw_start)
         return _put(dx, pooled, pool_dx), *dw
 
     def densely():
-        results = of_tokens(x, y_bar, l1_scale)
-        return jax.tree.map(lambda result: result.astype(x.dtype), results)
+        return jax.tree.map(lambda result: result.astype(x.dtype), of_tokens(tokens, start))
 
-    dx, *dw = lax.switch(way, (by_kernels, by_kernels_and_pool, densely))
-    return dx.reshape(shape), *dw
+    return lax.switch(way, (by_kernels, by_kernels_and_pool, densely))
 
 
 def make_sparse_ffn(kernels: Kernels, config: FfnConfig = FfnConfig()) -> Callable:
     """`sparse_ffn` of a backend, see `pallas_kernels.ops`."""
-    settings = {"kernels": kernels, "config": config}
 
+    @functools.cache
+    def with_band(dense_band):
+        return _make_with_band({"kernels": kernels, "config": config, "dense_band": dense_band})
+
+    def sparse_ffn(x, w_gate, w_up, w_down, token_mask, *, dense_band=0):
+        if dense_band == len(w_up):
+            return reference_ffn.sparse_ffn(x, w_gate, w_up, w_down, token_mask)
+        return with_band(dense_band)(x, w_gate, w_up, w_down, token_mask)
+
+    return sparse_ffn
+
+
+def _make_with_band(settings) -> Callable:
     # The kernels have no batch axis: a map over them is a loop.
     @jax.custom_batching.sequential_vmap
     def mapped_forward(*arguments):
@@ -212,7 +292,7 @@ def make_sparse_ffn(kernels: Kernels, config: FfnConfig = FfnConfig()) -> Callab
         arguments, residuals = saved
         return *mapped_backward(*arguments, residuals, cotangents), None
 
-    if kernels.gradients is None:
+    if settings["kernels"].gradients is None:
         sparse_ffn.defvjp(reference_ffn.forward, reference_ffn.backward)
     else:
         sparse_ffn.defvjp(save, differentiate)

@@ -75,11 +75,14 @@ def _pieces(num_tiles: int) -> list:
     ]
 
 
-def _kernel(*refs, gated: bool, config: ConsumerConfig, interpret: bool):
+def _kernel(*refs, gated: bool, has_start: bool, config: ConsumerConfig, interpret: bool):
+    words_ref, *refs = refs
     if gated:
-        words_ref, x_ref, up_ref, down_ref, y_ref, norm_ref, *scratch = refs
-    else:
-        words_ref, down_ref, y_ref, norm_ref, *scratch = refs
+        x_ref, up_ref, *refs = refs
+    down_ref, *refs = refs
+    if has_start:
+        start_ref, *refs = refs
+    y_ref, norm_ref, *scratch = refs
     words_smem, indices_smem, values_smem, length_smem, sums_smem, arrived = scratch
     num_rows, num_tiles, _ = words_ref.shape
     width = down_ref.shape[1]
@@ -144,11 +147,14 @@ def _kernel(*refs, gated: bool, config: ConsumerConfig, interpret: bool):
                 y = y + rounded * down_rows[n].astype(jnp.float32)
             return y, norm
 
-        zeros = jnp.zeros((width,), jnp.float32)
-        if not interpret:
-            zeros = plgpu.layout_cast(zeros, layout)
+        if has_start:
+            start = load_row(start_ref, row).astype(jnp.float32)
+        else:
+            start = jnp.zeros((width,), jnp.float32)
+            if not interpret:
+                start = plgpu.layout_cast(start, layout)
         num_groups = pl.cdiv(length, config.entries)
-        y, norm = lax.fori_loop(0, num_groups, of_group, (zeros, jnp.float32(0)))
+        y, norm = lax.fori_loop(0, num_groups, of_group, (start, jnp.float32(0)))
         y_ref[row] = y.astype(y_ref.dtype)
         norm_ref[row] = norm
         return 1 - slot
@@ -162,30 +168,33 @@ def up_down(
     x: jax.Array | None,
     w_up: jax.Array | None,
     w_down: jax.Array,
+    start: jax.Array | None,
     *,
     config: ConsumerConfig,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`y = h w_down` with `h = g * (x w_up')`, or `h = g` without x and w_up.
+    """`y = start + h w_down` with `h = g * (x w_up')`, or `h = g` without x and w_up.
 
     Args:
       words: int32 `[M, num_tiles, slots + 1]`, see `words`: the gates g.
       x: bf16 `[M, D]`, D a multiple of `ROW_MULTIPLE`, or None.
       w_up: bf16 `[H, D]`, or None.
       w_down: bf16 `[H, D]`.
+      start: bf16 `[M, D]`, or None for 0.
       config: of the kernel.
       interpret: runs it in the interpreter.
 
     Returns:
-      y, bf16 `[M, D]`, and the L1 norm of h, f32 `[M]`. Both are 0 in a row that lost entries.
+      y, bf16 `[M, D]`, and the L1 norm of h, f32 `[M]`; `start` and 0 in a row that lost entries.
     """
     rows, num_tiles, width = words.shape
     list_size = num_tiles * (width - 1)
-    operands = (words, w_down) if x is None else (words, x, w_up, w_down)
+    operands = (words, *(a for a in (x, w_up, w_down, start) if a is not None))
     results = plgpu.kernel(
         functools.partial(
             _kernel,
             gated=x is not None,
+            has_start=start is not None,
             config=config,
             interpret=interpret is not None,
         ),

@@ -23,15 +23,15 @@ def make_lists(words, lengths, capacity):
     return words
 
 
-def up_down(words, x, w_up, w_down, *, interpret=None):
+def up_down(words, x, w_up, w_down, start, *, interpret=None):
     """`Kernels.up_down` of words; pads D to what the kernel serves."""
     width = w_down.shape[1]
-    x, w_up, w_down = (
+    x, w_up, w_down, start = (
         None if array is None else pad_columns(array, consumer.ROW_MULTIPLE)
-        for array in (x, w_up, w_down)
+        for array in (x, w_up, w_down, start)
     )
     config = consumer.default_config(w_down.shape[1], words.shape[1], words.shape[2] - 1)
-    y, norm = consumer.up_down(words, x, w_up, w_down, config=config, interpret=interpret)
+    y, norm = consumer.up_down(words, x, w_up, w_down, start, config=config, interpret=interpret)
     return y[:, :width], norm
 
 
@@ -47,8 +47,8 @@ def kernels(interpret=None) -> Kernels:
 sparse_ffn = packed_ffn.make_sparse_ffn(kernels())
 
 
-def check_sparse_ffn(x, w_gate, w_up, w_down, token_mask) -> None:
+def check_sparse_ffn(x, w_gate, w_up, w_down, token_mask, *, dense_band=0) -> None:
     """Raises NotImplementedError if these kernels cannot serve the arguments here."""
-    del w_gate, w_down, token_mask
+    del w_gate, w_down, token_mask, dense_band
     require_hopper()
     check_weights(NAME, x, w_up)

@@ -47,7 +47,7 @@ def check_twell_matmul(twell: Twell, w) -> None:
 
 def multiplied(twell: Twell, w, *, interpret=None) -> jax.Array:
     """`unpack(twell) w`, rows that overflowed being 0."""
-    return up_down(from_twell(twell), None, None, w, interpret=interpret)[0]
+    return up_down(from_twell(twell), None, None, w, None, interpret=interpret)[0]
 
 
 matmul_pack = make_matmul_pack(packed)

@@ -100,9 +100,9 @@ def activations(x, w_gate, w_up):
 
 
 def dense_forward(x, w_gate, w_up, w_down):
-    """`y`, in the dtype of x, and `h`, in f32, without statistics."""
+    """`y` and `h`, both f32, without statistics."""
     hidden = _hidden(*activations(x, w_gate, w_up))
-    return from_hidden(hidden.astype(x.dtype), w_down).astype(x.dtype), hidden
+    return from_hidden(hidden.astype(x.dtype), w_down), hidden
 
 
 def forward(x, w_gate, w_up, w_down, token_mask):
@@ -162,9 +162,14 @@ def backward(residuals, cotangents):
 
 
 @jax.custom_vjp
-def sparse_ffn(x, w_gate, w_up, w_down, token_mask):
-    """See `pallas_kernels.ops.sparse_ffn`."""
+def _sparse_ffn(x, w_gate, w_up, w_down, token_mask):
     return forward(x, w_gate, w_up, w_down, token_mask)[0]
 
 
-sparse_ffn.defvjp(forward, backward)
+_sparse_ffn.defvjp(forward, backward)
+
+
+def sparse_ffn(x, w_gate, w_up, w_down, token_mask, *, dense_band=0):
+    """See `pallas_kernels.ops.sparse_ffn`; here all neurons are computed densely anyway."""
+    del dense_band
+    return _sparse_ffn(x, w_gate, w_up, w_down, token_mask)

@@ -103,7 +103,7 @@ def _segments(offsets, capacity: int):
     return jnp.where(exists, begin, 0), jnp.where(exists, end, 0), first.astype(jnp.int32)
 
 
-def gradients(lists: Lists, l1_scale, x, y_bar, w_gate, w_up, w_down, start):
+def gradients(lists: Lists, l1_scale, x, y_bar, w_gate, w_up, w_down, dx_start, dw_start):
     """Gradients of the layer over the pairs of `lists`.
 
     Args:
@@ -111,10 +111,11 @@ def gradients(lists: Lists, l1_scale, x, y_bar, w_gate, w_up, w_down, start):
       l1_scale: f32 `[M]`, the derivative by the L1 norm of h of each row.
       x, y_bar: bf16 `[M, D]`.
       w_gate, w_up, w_down: bf16 `[H, D]`; w_gate may be None.
-      start: what the weight gradients start from, f32 `[H, D]` by weight; None for 0.
+      dx_start: what dx starts from, bf16 `[M, D]`; None for 0.
+      dw_start: what the weight gradients start from, f32 `[H, D]` by weight; None for 0.
 
     Returns:
-      dx `[M, D]`, 0 where a list is empty, and those of the weights, all bf16.
+      dx `[M, D]`, its start where a list is empty, and those of the weights, all bf16.
     """
     from pallas_kernels.triton_gpu import backward_kernels as kernels
 
@@ -129,10 +130,11 @@ def gradients(lists: Lists, l1_scale, x, y_bar, w_gate, w_up, w_down, start):
         l1_scale,
         x,
         y_bar,
-        # Not read without a gate; every argument must be an array.
+        # What is not there is not read; every argument must be an array.
         w_gate if gated else w_up,
         w_up,
         w_down,
+        x if dx_start is None else dx_start,
         out_type=(_out(x.shape, jnp.bfloat16), of_pairs, of_pairs, of_pairs),
         grid=(rows,),
         num_warps=min(max(padded(width) // 512, 1), 16),
@@ -140,6 +142,7 @@ def gradients(lists: Lists, l1_scale, x, y_bar, w_gate, w_up, w_down, start):
         width_padded=padded(width),
         group=2,
         gated=gated,
+        has_start=dx_start is not None,
     )
     pairs = (by_neuron.tokens, up_bars, gate_bars, hiddens, x, y_bar)
     begin, end, first = _segments(by_neuron.offsets, len(lists.entries))
@@ -157,7 +160,7 @@ def gradients(lists: Lists, l1_scale, x, y_bar, w_gate, w_up, w_down, start):
         **sizes,
     )
     # Not read without a start.
-    starts = (w_up,) * 3 if start is None else tuple(w for w in start if w is not None)
+    starts = (w_up,) * 3 if dw_start is None else tuple(w for w in dw_start if w is not None)
     of_weight = _out(w_up.shape, jnp.bfloat16)
     dw_gate, dw_up, dw_down = call(
         kernels.weight_gradients,
@@ -171,7 +174,7 @@ def gradients(lists: Lists, l1_scale, x, y_bar, w_gate, w_up, w_down, start):
         num_warps=1,
         num_neurons=neurons,
         segment=SEGMENT,
-        has_start=start is not None,
+        has_start=dw_start is not None,
         **sizes,
     )
     return dx, dw_gate if gated else None, dw_up, dw_down

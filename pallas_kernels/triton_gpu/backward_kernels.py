@@ -116,6 +116,7 @@ def token_gradients(
     w_gate,
     w_up,
     w_down,
+    start,
     dx,
     up_bars,
     gate_bars,
@@ -124,16 +125,20 @@ def token_gradients(
     width_padded: tl.constexpr,
     group: tl.constexpr,
     gated: tl.constexpr,
+    has_start: tl.constexpr,
 ):
     """One row of dx, and `ubar`, `gbar` and h of its entries, at their places by neuron.
 
-    `l1_scale` is the derivative by the L1 norm of h of this row.
+    `l1_scale` is the derivative by the L1 norm of h of this row, whose dx is added to `start`.
     """
     row = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     column = tl.arange(0, width_padded)
     has_column = column < width
-    result = tl.zeros((width_padded,), tl.float32)
+    if has_start:
+        result = tl.load(start + row * width + column, mask=has_column, other=0).to(tl.float32)
+    else:
+        result = tl.zeros((width_padded,), tl.float32)
     scale = tl.load(l1_scale + row)
     y_row = tl.load(y_bar + row * width + column, mask=has_column, other=0).to(tl.float32)
     if gated:

@@ -26,14 +26,16 @@ sparse_ffn = packed_ffn.make_sparse_ffn(KERNELS)
 sparse_ffn_on_hopper = packed_ffn.make_sparse_ffn(KERNELS_ON_HOPPER)
 
 
-def check_sparse_ffn(x, w_gate, w_up, w_down, token_mask, *, backend="triton") -> None:
+def check_sparse_ffn(
+    x, w_gate, w_up, w_down, token_mask, *, dense_band=0, backend="triton"
+) -> None:
     """Raises NotImplementedError if these kernels cannot serve the arguments here."""
-    del w_gate, w_down, token_mask
+    del w_gate, w_down, token_mask, dense_band
     require_triton(backend)
     check_weights(backend, x, w_up)
 
 
-def check_sparse_ffn_on_hopper(*arguments) -> None:
+def check_sparse_ffn_on_hopper(*arguments, dense_band=0) -> None:
     """The same for the kernels of both kinds."""
     require_hopper("mosaic_triton")
-    check_sparse_ffn(*arguments, backend="mosaic_triton")
+    check_sparse_ffn(*arguments, dense_band=dense_band, backend="mosaic_triton")

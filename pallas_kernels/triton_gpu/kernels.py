@@ -110,19 +110,24 @@ def up_down(
     x,
     w_up,
     w_down,
+    start,
     y,
     norms,
     width: tl.constexpr,
     width_padded: tl.constexpr,
     group: tl.constexpr,
     gated: tl.constexpr,
+    has_start: tl.constexpr,
 ):
-    """One row of `y = h w_down`, `h = g * (x w_up')` or `g`, and the L1 norm of h."""
+    """One row of `y = start + h w_down`, `h = g * (x w_up')` or `g`, and the L1 norm of h."""
     row = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     column = tl.arange(0, width_padded)
     has_column = column < width
-    result = tl.zeros((width_padded,), tl.float32)
+    if has_start:
+        result = tl.load(start + row * width + column, mask=has_column, other=0).to(tl.float32)
+    else:
+        result = tl.zeros((width_padded,), tl.float32)
     norm = 0.0
     if gated:
         token = tl.load(x + row * width + column, mask=has_column, other=0).to(tl.float32)

@@ -129,17 +129,18 @@ def make_lists(words, lengths, capacity: int) -> Lists:
     return Lists(entries, offsets)
 
 
-def up_down(lists: Lists, x, w_up, w_down) -> tuple[jax.Array, jax.Array]:
-    """`y = h w_down` with `h = g * (x w_up')`, or `h = g` without x and w_up.
+def up_down(lists: Lists, x, w_up, w_down, start) -> tuple[jax.Array, jax.Array]:
+    """`y = start + h w_down` with `h = g * (x w_up')`, or `h = g` without x and w_up.
 
     Args:
       lists: the gates g.
       x: bf16 `[M, D]`, or None.
       w_up: bf16 `[H, D]`, or None.
       w_down: bf16 `[H, D]`.
+      start: bf16 `[M, D]`, or None for 0.
 
     Returns:
-      y, bf16 `[M, D]`, and the L1 norm of h, f32 `[M]`; both 0 where a list is empty.
+      y, bf16 `[M, D]`, and the L1 norm of h, f32 `[M]`; `start` and 0 where a list is empty.
     """
     from pallas_kernels.triton_gpu import kernels
 
@@ -148,10 +149,11 @@ def up_down(lists: Lists, x, w_up, w_down) -> tuple[jax.Array, jax.Array]:
     return call(
         kernels.up_down,
         *lists,
-        # Not read without a gate; every argument must be an array.
+        # What is not there is not read; every argument must be an array.
         x if gated else w_down,
         w_up if gated else w_down,
         w_down,
+        w_down if start is None else start,
         out_type=(
             jax.ShapeDtypeStruct((rows, width), jnp.bfloat16),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
@@ -163,4 +165,5 @@ def up_down(lists: Lists, x, w_up, w_down) -> tuple[jax.Array, jax.Array]:
         width_padded=padded(width),
         group=2,
         gated=gated,
+        has_start=start is not None,
     )

@@ -55,7 +55,7 @@ def multiplied(twell: Twell, w) -> jax.Array:
     counts = twell.count.reshape(-1, twell.num_tiles)
     lengths = jnp.where(twell.overflowed.reshape(-1), 0, jnp.sum(counts, axis=1))
     lists = launch.make_lists(from_twell(twell), lengths, _capacity(twell))
-    return launch.up_down(lists, None, None, w)[0]
+    return launch.up_down(lists, None, None, w, None)[0]
 
 
 matmul_pack = make_matmul_pack(packed)

@@ -46,11 +46,11 @@ def picky_backend(monkeypatch):
     """A backend before all others that serves up to three tokens; the rows it was run on."""
     served = []
 
-    def check(x, *_):
+    def check(x, *_, **__):
         if x.shape[0] > 3:
             raise NotImplementedError("'picky' serves up to 3 tokens")
 
-    def run(x, w_gate, w_up, w_down, token_mask):
+    def run(x, w_gate, w_up, w_down, token_mask, **_):
         served.append(x.shape[0])
         return reference.sparse_ffn(x, w_gate, w_up, w_down, token_mask)
 
@@ -80,10 +80,10 @@ def test_a_backend_refuses_before_it_is_traced(picky_backend):
 
 
 def test_a_refusal_in_the_midst_of_a_trace_is_an_error(picky_backend, monkeypatch):
-    def run(*_):
+    def run(*_, **__):
         raise NotImplementedError("too late")
 
-    late = {"sparse_ffn": dispatch.Implementation(lambda *_: None, run)}
+    late = {"sparse_ffn": dispatch.Implementation(lambda *_, **__: None, run)}
     monkeypatch.setitem(dispatch._OPERATIONS, "picky", late)
     with pytest.raises(NotImplementedError, match="too late"):
         sparse_ffn(X, W, W, W)

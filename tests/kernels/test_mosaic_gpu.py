@@ -3,6 +3,8 @@
 `test_interpreted` runs them.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,15 +15,16 @@ from pallas_kernels.mosaic_gpu import ffn, gate, matmuls
 
 @pytest.mark.parametrize(
     ("rows", "width", "neurons"),
-    [(1, 64, 7), (257, 2048, 5632), (4096, 4096, 14336), (9, 576, 65536)],
+    [(1, 64, 9), (257, 2048, 5632), (4096, 4096, 14336), (9, 576, 65536)],
 )
 @pytest.mark.parametrize("gated", [True, False])
-def test_lowers_for_cuda(rows, width, neurons, gated):
+@pytest.mark.parametrize("has_band", [True, False])
+def test_lowers_for_cuda(rows, width, neurons, gated, has_band):
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     weight = array(neurons, width)
-    function = ffn.sparse_ffn
+    function = functools.partial(ffn.sparse_ffn, dense_band=neurons // 8 if has_band else 0)
     lowered = (
         jax.jit(function)
         .trace(array(rows, width), weight if gated else None, weight, weight, None)

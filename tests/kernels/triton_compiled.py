@@ -47,11 +47,11 @@ def main():
         w = jnp.zeros((neurons, width), jnp.bfloat16)
         words, _ = launch.pack_words(x, w, None, config=launch.PackConfig())
         lists = launch.make_lists(words, jnp.zeros(rows, jnp.int32), 100)
-        launch.up_down(lists, x, w, w)
-        launch.up_down(lists, None, None, w)
-        scale, start = jnp.zeros(rows), (jnp.zeros(w.shape),) * 3
-        backward.gradients(lists, scale, x, x, w, w, w, start)
-        backward.gradients(lists, scale, x, x, None, w, w, None)
+        launch.up_down(lists, x, w, w, x)
+        launch.up_down(lists, None, None, w, None)
+        scale, dw_start = jnp.zeros(rows), (jnp.zeros(w.shape),) * 3
+        backward.gradients(lists, scale, x, x, w, w, w, x, dw_start)
+        backward.gradients(lists, scale, x, x, None, w, w, None, None)
     for capability, limit in SHARED_MEMORY.items():
         for kernel, *rest, constants in calls:
             shared = compile_kernel(kernel, rest[0], capability, *rest[1:], **constants)
