@@ -53,7 +53,7 @@ def measure(config, folder: pathlib.Path) -> dict:
         undisturbed += trainer.run(lambda: batch, _STEPS.value)
         jax.block_until_ready(trainer.state)
         start = time.perf_counter()
-        checkpointer.save(number + 1, trainer.state, batches.get_state(), config)
+        checkpointer.save(number + 1, trainer.state, batches.get_state(), None, config)
         waits.append(time.perf_counter() - start)
         after += trainer.run(lambda: batch, _STEPS.value)
         checkpointer.wait()

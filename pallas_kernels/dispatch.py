@@ -22,10 +22,13 @@ class Implementation(NamedTuple):
         only. The decision is made here and nowhere else: a refusal in the midst of a trace,
         or of a backward pass, would come too late to take another backend.
       run: does it.
+      trains_by_kernels: its backward pass has kernels, too; else a differentiated call is the
+        reference.
     """
 
     check: Callable[..., None]
     run: Callable
+    trains_by_kernels: bool = False
 
 
 def _serves_all(*_, **__) -> None:
@@ -37,7 +40,9 @@ def _serves_all(*_, **__) -> None:
 _OPERATIONS: dict[str, dict[str, Implementation]] = {
     "mosaic_triton": {
         "sparse_ffn": Implementation(
-            triton_ffn.check_sparse_ffn_on_hopper, triton_ffn.sparse_ffn_on_hopper
+            triton_ffn.check_sparse_ffn_on_hopper,
+            triton_ffn.sparse_ffn_on_hopper,
+            trains_by_kernels=True,
         ),
     },
     "mosaic_gpu": {
@@ -48,7 +53,9 @@ _OPERATIONS: dict[str, dict[str, Implementation]] = {
         ),
     },
     "triton": {
-        "sparse_ffn": Implementation(triton_ffn.check_sparse_ffn, triton_ffn.sparse_ffn),
+        "sparse_ffn": Implementation(
+            triton_ffn.check_sparse_ffn, triton_ffn.sparse_ffn, trains_by_kernels=True
+        ),
         "matmul_pack": Implementation(triton_matmuls.check_matmul_pack, triton_matmuls.matmul_pack),
         "twell_matmul": Implementation(
             triton_matmuls.check_twell_matmul, triton_matmuls.twell_matmul
@@ -75,12 +82,31 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend: unknown name {backend!r}; known are {', '.join(BACKENDS)}")
 
 
-def _checked(backend: str, operation: str, *args, **kwargs) -> Callable:
-    implementation = _OPERATIONS[backend].get(operation)
-    if implementation is None:
-        raise NotImplementedError(f"backend {backend!r} has no {operation}")
-    implementation.check(*args, **kwargs)
-    return implementation.run
+class _Choice(NamedTuple):
+    name: str
+    implementation: Implementation
+    refusals: list[str]
+
+
+def _choose(operation: str, backend: str, *args, **kwargs) -> _Choice:
+    """The named backend; with "auto" the first one that serves, and why others do not."""
+    check_backend(backend)
+    auto = backend == "auto"
+    names = [n for n in _OPERATIONS if n not in _BY_NAME_ONLY] if auto else [backend]
+    refusals = []
+    for name in names:
+        try:
+            implementation = _OPERATIONS[name].get(operation)
+            if implementation is None:
+                raise NotImplementedError(f"backend {name!r} has no {operation}")
+            implementation.check(*args, **kwargs)
+        except NotImplementedError as error:
+            if not auto:
+                raise
+            refusals.append(str(error))
+            continue
+        return _Choice(name, implementation, refusals)
+    raise NotImplementedError(f"no backend can serve {operation}: {'; '.join(refusals)}")
 
 
 def call(operation: str, backend: str, *args, **kwargs):
@@ -90,25 +116,22 @@ def call(operation: str, backend: str, *args, **kwargs):
       ValueError: `backend` is not a known name.
       NotImplementedError: the named backend cannot serve these arguments.
     """
-    check_backend(backend)
-    if backend != "auto":
-        return _checked(backend, operation, *args, **kwargs)(*args, **kwargs)
-    refusals = []
-    for name in _OPERATIONS:
-        if name in _BY_NAME_ONLY:
-            continue
-        try:
-            run = _checked(name, operation, *args, **kwargs)
-        except NotImplementedError as error:
-            refusals.append(str(error))
-            continue
-        if refusals:
-            reasons = "; ".join(refusals)
-            _log_once(logging.WARNING, f"{operation} runs on backend {name!r} ({reasons})")
+    choice = _choose(operation, backend, *args, **kwargs)
+    if backend == "auto":
+        message = f"{operation} runs on backend {choice.name!r}"
+        if choice.refusals:
+            _log_once(logging.WARNING, f"{message} ({'; '.join(choice.refusals)})")
         else:
-            _log_once(logging.INFO, f"{operation} runs on backend {name!r}")
-        return run(*args, **kwargs)
-    raise NotImplementedError(f"no backend can serve {operation}: {'; '.join(refusals)}")
+            _log_once(logging.INFO, message)
+    return choice.implementation.run(*args, **kwargs)
+
+
+def trains_by_kernels(operation: str, backend: str, *args, **kwargs) -> bool:
+    """Whether kernels would serve the gradient of `call` with these arguments.
+
+    Looks at shapes and dtypes only; raises what `call` raises.
+    """
+    return _choose(operation, backend, *args, **kwargs).implementation.trains_by_kernels
 
 
 def _log_once(level: int, message: str) -> None:

@@ -88,7 +88,7 @@ def test_a_half_written_checkpoint_is_not_seen(copy):
     shutil.copytree(folder / "12", folder / "16.orbax-checkpoint-tmp")
     checkpointer = Checkpointer(folder, config.checkpoint, fingerprint(config.data.path))
     assert checkpointer.latest_step() == 12
-    _, data_state, step = checkpointer.restore_latest(abstract_state(config), config)
+    _, data_state, _, step = checkpointer.restore_latest(abstract_state(config), config)
     checkpointer.close()
     assert step == 12
     assert data_state == {"next_index": 12}
@@ -99,12 +99,12 @@ def test_everything_comes_back_bit_for_bit(data_path, tmp_path):
     state = initial_state(config)
     state = jax.tree.map(lambda leaf: leaf + leaf.dtype.type(3), state)
     checkpointer = Checkpointer(tmp_path / "c", config.checkpoint, "some data")
-    checkpointer.save(3, state, {"next_index": 3}, config)
+    checkpointer.save(3, state, {"next_index": 3}, {"some": "plans"}, config)
     checkpointer.wait()
-    restored, data_state, step = checkpointer.restore_latest(abstract_state(config), config)
+    restored, data_state, plans, step = checkpointer.restore_latest(abstract_state(config), config)
     checkpointer.close()
     jax.tree.map(np.testing.assert_array_equal, restored, state)
-    assert (data_state, step) == ({"next_index": 3}, 3)
+    assert (data_state, plans, step) == ({"next_index": 3}, {"some": "plans"}, 3)
 
 
 def test_the_data_may_move_but_not_change(finished, copy, tmp_path):

@@ -35,7 +35,7 @@ def final_state(config, workdir):
     checkpointer = Checkpointer(
         pathlib.Path(workdir) / "checkpoints", config.checkpoint, fingerprint(config.data.path)
     )
-    state, data_state, _ = checkpointer.restore_latest(abstract_state(config), config)
+    state, data_state, _, _ = checkpointer.restore_latest(abstract_state(config), config)
     checkpointer.close()
     return state, data_state
 

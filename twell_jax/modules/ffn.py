@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import BACKENDS, FfnStats
+from pallas_kernels import BACKENDS, FfnPlan, FfnStats
 from twell_jax.modules.config import ACTIVATIONS, check_choice
 from twell_jax.modules.initializers import linear_init, row_init
 from twell_jax.modules.sharded_ffn import sharded_sparse_ffn
@@ -47,17 +47,22 @@ class SparseFFN(nnx.Module):
         *,
         gated: bool = True,
         backend: str = "auto",
+        plan: FfnPlan = FfnPlan(),  # noqa: B008
         dtype=jnp.bfloat16,
         param_dtype=jnp.float32,
         down_init=linear_init,
         rngs: nnx.Rngs,
     ):
-        """`backend`: one of `pallas_kernels.BACKENDS`; `down_init`: initialiser of `w_down`."""
+        """`backend`: one of `pallas_kernels.BACKENDS`; `down_init`: initialiser of `w_down`.
+
+        `plan`: which neurons are computed how; over a mesh it is that of one tensor shard.
+        """
         check_choice("backend", backend, BACKENDS)
         _create_weights(
             self, hidden_size, intermediate_size, gated, dtype, param_dtype, down_init, rngs
         )
         self.backend = backend
+        self.plan = plan
 
     def __call__(
         self, x: jax.Array, token_mask: jax.Array | None = None
@@ -72,7 +77,11 @@ class SparseFFN(nnx.Module):
           `y`, `[..., hidden_size]` in `dtype`, and the statistics of this layer.
         """
         return sharded_sparse_ffn(
-            x.astype(self.dtype), *_cast_weights(self), token_mask, backend=self.backend
+            x.astype(self.dtype),
+            *_cast_weights(self),
+            token_mask,
+            backend=self.backend,
+            plan=self.plan,
         )
 
 

@@ -6,13 +6,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import FfnStats, sparse_ffn
+from pallas_kernels import FfnPlan, FfnStats, sparse_ffn
 from pallas_kernels.ops import check_sparse_ffn
 from twell_jax.sharding import TENSOR, TOKEN_AXES, active_axes, axis_size, dividing_axes, gather
 
 
 def sharded_sparse_ffn(
-    x, w_gate, w_up, w_down, token_mask, *, backend: str
+    x,
+    w_gate,
+    w_up,
+    w_down,
+    token_mask,
+    *,
+    backend: str,
+    plan: FfnPlan = FfnPlan(),  # noqa: B008
 ) -> tuple[jax.Array, FfnStats]:
     """`pallas_kernels.sparse_ffn` under `jax.shard_map`, if a mesh is in use.
 
@@ -22,18 +29,22 @@ def sharded_sparse_ffn(
     only. Without a mesh (`jax.set_mesh`) this is the plain call, as it is inside a
     `jax.shard_map` of the caller's own.
 
+    `plan` is that of one tensor shard: bands are formed inside each.
+
     Sums over devices, of y and of all gradients, are made in f32 and rounded once.
 
     Raises:
-      ValueError: an argument has a wrong shape or dtype, or the neurons do not divide over
-        the mesh.
+      ValueError: an argument has a wrong shape or dtype, the neurons do not divide over the
+        mesh, or the plan does not fit them.
     """
     check_sparse_ffn(x, w_gate, w_up, w_down, token_mask)
     # A single token, or a batch that does not divide, is computed on every device.
     token_axes = dividing_axes(TOKEN_AXES, x.shape[0]) if x.ndim > 1 else ()
     neuron_axes = active_axes((TENSOR,))
     if not token_axes and not neuron_axes:
-        return sparse_ffn(x, w_gate, w_up, w_down, token_mask=token_mask, backend=backend)
+        return sparse_ffn(
+            x, w_gate, w_up, w_down, token_mask=token_mask, backend=backend, plan=plan
+        )
     if w_up.shape[0] % axis_size(neuron_axes):
         raise ValueError(
             f"w_up: {w_up.shape[0]} neurons do not divide over the {axis_size(neuron_axes)} "
@@ -56,14 +67,14 @@ def sharded_sparse_ffn(
             dtype=x.dtype,
             token_axes=token_axes,
             neuron_axes=neuron_axes,
-            backend=backend,
+            options={"backend": backend, "plan": plan},
         ),
         in_specs=(tokens, neurons, neurons, neurons, tokens),
         out_specs=(tokens, FfnStats(l1=P(), l0=P(), fired=neurons, num_tokens=P(), num_dense=P())),
     )(widened(x), *(widened(w, neurons) for w in (w_gate, w_up, w_down)), token_mask)
 
 
-def _local_ffn(x, w_gate, w_up, w_down, token_mask, *, dtype, token_axes, neuron_axes, backend):
+def _local_ffn(x, w_gate, w_up, w_down, token_mask, *, dtype, token_axes, neuron_axes, options):
     # What one device computes depends on its tokens and its neurons. Saying so makes the
     # transpose sum weight gradients over token axes, and dx over neuron axes.
     def varying(array, axes):
@@ -78,7 +89,7 @@ def _local_ffn(x, w_gate, w_up, w_down, token_mask, *, dtype, token_axes, neuron
 
     w_gate, w_up, w_down = (narrow(varying(w, token_axes)) for w in (w_gate, w_up, w_down))
     x, token_mask = narrow(varying(x, neuron_axes)), varying(token_mask, neuron_axes)
-    y, stats = sparse_ffn(x, w_gate, w_up, w_down, token_mask=token_mask, backend=backend)
+    y, stats = sparse_ffn(x, w_gate, w_up, w_down, token_mask=token_mask, **options)
 
     def global_mean(mean):
         local_sum = mean * stats.num_tokens.astype(jnp.float32)

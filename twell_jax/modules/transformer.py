@@ -1,13 +1,14 @@
 """A decoder-only transformer of the Llama family with sparse feed-forward layers."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels import FfnStats
+from pallas_kernels import FfnPlan, FfnStats
 from twell_jax.modules.attention import Attention, segment_mask
 from twell_jax.modules.config import REMAT_POLICIES, TransformerConfig
 from twell_jax.modules.ffn import DenseFFN, SparseFFN
@@ -86,6 +87,19 @@ class Transformer(nnx.Module):
             if config.tie_embeddings
             else nnx.Param(row_init(rngs.params(), shape, dtypes["param_dtype"]))
         )
+
+    def set_ffn_plans(self, plans: Sequence[FfnPlan]) -> None:
+        """Gives every layer its plan, see `SparseFFN`; a model's plans are no parameters.
+
+        Raises:
+          ValueError: there are not as many plans as layers, or the layers are dense.
+        """
+        if self.config.ffn != "sparse":
+            raise ValueError(f"plans: layers are {self.config.ffn}, only sparse ones have a plan")
+        if len(plans) != len(self.blocks):
+            raise ValueError(f"plans: {len(plans)} for {len(self.blocks)} layers")
+        for block, plan in zip(self.blocks, plans, strict=True):
+            block.ffn.plan = plan
 
     def __call__(
         self,

@@ -45,6 +45,7 @@ _LOGICAL_AXES = {
     ("w_up",): ("neurons", "embed"),
     ("w_down",): ("neurons", "embed"),
     ("steps_since_fired",): (None, "neurons"),
+    ("firing_rates",): (None, "neurons"),
 }
 
 

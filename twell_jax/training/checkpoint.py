@@ -1,4 +1,4 @@
-"""Checkpoints: the whole state, the position in the data, and the configuration.
+"""Checkpoints: the whole state, the position in the data, the plans, and the configuration.
 
 Orbax writes a checkpoint in the background and renames it into place when it is complete,
 so that a half-written one is never seen. When it is in place it is sealed with the
@@ -34,6 +34,7 @@ MAY_CHANGE = (
     "model.attention",
     "model.ffn_backend",
     "model.remat",
+    "plan.",
     "train.max_skipped_in_a_row",
     "train.micro_batch_size",
     "train.num_steps",
@@ -66,7 +67,7 @@ class Checkpointer:
         return ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(max_to_keep=self._keep),
-            item_names=("state", "data", "config"),
+            item_names=("state", "data", "plans", "config"),
         )
 
     def latest_step(self) -> int | None:
@@ -77,8 +78,12 @@ class Checkpointer:
         """Folder of the checkpoint of `step`."""
         return self.folder / str(step)
 
-    def save(self, step: int, state: TrainState, data_state: dict, config: Config) -> None:
+    def save(
+        self, step: int, state: TrainState, data_state: dict, plans: dict | None, config: Config
+    ) -> None:
         """Saves, unless this step is saved already; returns when the arrays are copied.
+
+        `plans` are those of `Planner.state`, None without a planner.
 
         Raises:
           CheckpointError: it, or the one before, could not be written.
@@ -94,6 +99,7 @@ class Checkpointer:
                     data=ocp.args.JsonSave(
                         {"position": data_state, "fingerprint": self._data_fingerprint}
                     ),
+                    plans=ocp.args.JsonSave({"planner": plans}),
                     config=ocp.args.JsonSave(dataclasses.asdict(config)),
                 ),
             )
@@ -103,8 +109,8 @@ class Checkpointer:
 
     def restore_latest(
         self, abstract: TrainState, config: Config
-    ) -> tuple[TrainState, dict, int] | None:
-        """(state, data position, step) of the newest checkpoint that is whole; None without any.
+    ) -> tuple[TrainState, dict, dict | None, int] | None:
+        """(state, data position, plans, step) of the newest whole checkpoint; None without any.
 
         Args:
           abstract: shapes, dtypes and shardings of the state.
@@ -139,13 +145,15 @@ class Checkpointer:
             )
         return None
 
-    def _restore(self, step, abstract, config) -> tuple[TrainState, dict]:
+    def _restore(self, step, abstract, config) -> tuple[TrainState, dict, dict | None]:
         saved = self._manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
         check_same_config(saved["config"], config)
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(_as_dict(abstract)), data=ocp.args.JsonRestore()
+                state=ocp.args.StandardRestore(_as_dict(abstract)),
+                data=ocp.args.JsonRestore(),
+                plans=ocp.args.JsonRestore(),
             ),
         )
         if restored["data"]["fingerprint"] != self._data_fingerprint:
@@ -154,7 +162,11 @@ class Checkpointer:
                 f"run in {self.folder.parent} was trained on; its folder may move, but not "
                 "change. Use another --workdir for a new run"
             )
-        return TrainState(**restored["state"]), restored["data"]["position"]
+        return (
+            TrainState(**restored["state"]),
+            restored["data"]["position"],
+            restored["plans"]["planner"],
+        )
 
     def wait(self) -> None:
         """Returns when every save is on disk.

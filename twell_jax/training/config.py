@@ -196,6 +196,28 @@ class TrainConfig:
 
 
 @dataclasses.dataclass
+class PlanConfig:
+    """How sparse layers are divided into a dense and a sparse band, see `pallas_kernels.plan`.
+
+    Plans follow the measured firing rates. They change the speed, not the function, and only
+    where kernels serve the backward pass: elsewhere nothing is planned.
+
+    Attributes:
+      every_steps: steps between new plans; 0 packs all neurons of all layers from the start.
+      min_gain: predicted share of a layer's time that a new plan must save. A new one costs a
+        compilation of the step.
+    """
+
+    every_steps: int = 200
+    min_gain: float = 0.03
+
+    def validate(self, prefix: str) -> None:
+        """Raises ConfigError naming the first wrong field."""
+        check_at_least(f"{prefix}every_steps", self.every_steps, 0)
+        _check_share(f"{prefix}min_gain", self.min_gain)
+
+
+@dataclasses.dataclass
 class LogConfig:
     """What a run reports, and how often; none of it changes the training.
 
@@ -250,6 +272,7 @@ class Config:
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     l1: L1Config = dataclasses.field(default_factory=L1Config)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
 

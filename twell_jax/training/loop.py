@@ -25,6 +25,7 @@ from twell_jax.training.config import Config
 from twell_jax.training.evaluate import Evaluation, evaluate
 from twell_jax.training.metrics import MetricsWriter
 from twell_jax.training.progress import TrainingProgress
+from twell_jax.training.replan import Replanning
 from twell_jax.training.revive import revive_dead_neurons
 from twell_jax.training.sample import print_sample
 from twell_jax.training.signals import StoppedBySignalError, StopSignals
@@ -79,18 +80,14 @@ class _Run:
         self.batch_sharding = batch_sharding(mesh)
         self.state_shardings = shardings(mesh, abstract_state(config))
         # Numbers that the host reads are on every device: a process can read its own only.
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        self.train_step = jax.jit(
-            make_train_step(config),
-            out_shardings=(self.state_shardings, everywhere),
-            donate_argnums=0,
-        )
+        self.everywhere = everywhere = NamedSharding(mesh, PartitionSpec())
+        self.replanning = Replanning(config, mesh, self.state_shardings)
+        self.compiled_plans = ()
         self.revive = jax.jit(
             lambda state: revive_dead_neurons(config, state),
             out_shardings=(self.state_shardings, everywhere),
             donate_argnums=0,
         )
-        self.eval_step = jax.jit(make_eval_step(config), out_shardings=everywhere)
         try:
             part, num_parts = batch_share(self.batch_sharding, config.train.batch_size)
         except ValueError as error:
@@ -108,6 +105,19 @@ class _Run:
         self.clock = StepClock()
         self.skipped_in_a_row = 0
 
+    def _use_plans(self) -> None:
+        """Jits the steps anew if the plans are not those that they were made with."""
+        plans = self.replanning.plans
+        if plans == self.compiled_plans:
+            return
+        self.compiled_plans = plans
+        self.train_step = jax.jit(
+            make_train_step(self.config, plans),
+            out_shardings=(self.state_shardings, self.everywhere),
+            donate_argnums=0,
+        )
+        self.eval_step = jax.jit(make_eval_step(self.config, plans), out_shardings=self.everywhere)
+
     def run(self) -> dict:
         """Everything from the newest checkpoint, or the beginning, to the summary."""
         with StopSignals() as stop:
@@ -116,6 +126,7 @@ class _Run:
     def _run(self, stop: StopSignals) -> dict:
         num_steps = self.config.train.num_steps
         state, step = self._restore()
+        self._use_plans()
         summary_path = self.workdir / report.SUMMARY_FILE
         if step >= num_steps and summary_path.is_file():
             console.print(f"finished at step {step}: nothing left to train ({summary_path})")
@@ -153,8 +164,9 @@ class _Run:
         restored = self.checkpointer.restore_latest(abstract, self.config)
         if restored is None:
             return initial_state(self.config, self.state_shardings), 0
-        state, data_state, step = restored
+        state, data_state, plans, step = restored
         self.batches.set_state(data_state)
+        self.replanning.set_state(plans)
         logging.info("resumed from %s", self.checkpointer.path(step))
         return state, step
 
@@ -177,12 +189,17 @@ class _Run:
                 stops = self._agree_to_stop(stop, step)
                 evaluates = _every(step, config.log.evaluate_every_steps) and step < num_steps
                 saves = stops or _every(step, config.checkpoint.every_steps) or step == num_steps
-                pauses = evaluates or saves
+                replans = self.replanning.is_due(step)
+                pauses = evaluates or saves or replans
                 while len(pending) > (0 if pauses else 1):
                     done, values = pending.popleft()
                     self._finish_step(done, jax.device_get(values), metrics, progress)
+                if replans:
+                    state = self.replanning.remake(step, state, metrics)
+                    self._use_plans()
                 if saves:
-                    self.checkpointer.save(step, state, data_state, config)
+                    plans = self.replanning.state()
+                    self.checkpointer.save(step, state, data_state, plans, config)
                 if stops:
                     self.checkpointer.wait()
                     raise StoppedBySignalError(stops, step)

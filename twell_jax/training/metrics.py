@@ -16,7 +16,8 @@ class MetricsWriter:
     """Appends rows to WORKDIR/metrics.jsonl and events to WORKDIR/tensorboard.
 
     A row is `{"step", "kind", metric: number or list by layer}`. Its kind is "train",
-    "validation", or "revive" for a step that revived dead neurons.
+    "validation", "revive" for a step that revived dead neurons, or "plan" for one after which
+    layers got new plans.
     """
 
     def __init__(self, workdir: pathlib.Path, resumed_step: int, writes: bool = True):

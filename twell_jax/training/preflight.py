@@ -8,12 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from pallas_kernels import dispatch
 from twell_jax.data import store
 from twell_jax.data.preparation import PrepareOptions, prepare
 from twell_jax.data.stdlib import stdlib_files
 from twell_jax.errors import ConfigError, DataError
 from twell_jax.modules import SparseFFN
-from twell_jax.sharding import make_mesh
+from twell_jax.sharding import DATA, FSDP, TENSOR, make_mesh
 from twell_jax.training.config import STDLIB, Config
 
 
@@ -54,6 +55,21 @@ def check_backend(config: Config, mesh: jax.sharding.Mesh) -> None:
             jax.eval_shape(layer, jax.ShapeDtypeStruct(shape, model.dtype))
     except NotImplementedError as error:
         raise ConfigError(f"--config.model.ffn_backend={model.ffn_backend}: {error}") from None
+
+
+def trains_by_kernels(config: Config, mesh: jax.sharding.Mesh) -> bool:
+    """Whether this run's layers, as a device sees them, have kernels for the backward pass."""
+    model = config.model
+    if model.ffn != "sparse":
+        return False
+    examples = config.train.batch_size // config.train.num_micro_batches
+    tokens = examples // (mesh.shape[DATA] * mesh.shape[FSDP]) * config.data.sequence_length
+    x, w = (
+        jax.ShapeDtypeStruct((rows, model.hidden_size), model.dtype)
+        for rows in (tokens, model.intermediate_size // mesh.shape[TENSOR])
+    )
+    gate = w if model.gated else None
+    return dispatch.trains_by_kernels("sparse_ffn", model.ffn_backend, x, gate, w, w, None)
 
 
 def make_workdir(workdir: pathlib.Path) -> pathlib.Path:

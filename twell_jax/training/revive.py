@@ -11,9 +11,8 @@ import jax.numpy as jnp
 
 from twell_jax.modules.initializers import row_init
 from twell_jax.training.config import Config
+from twell_jax.training.reorder import FFN_ROWS
 from twell_jax.training.state import TrainState
-
-_ROWS = ("w_gate", "w_up", "w_down")
 
 
 def revive_dead_neurons(config: Config, state: TrainState) -> tuple[TrainState, jax.Array]:
@@ -44,7 +43,7 @@ def revive_dead_neurons(config: Config, state: TrainState) -> tuple[TrainState, 
 
     def forget(path, leaf):
         names = [getattr(key, "key", None) for key in path]
-        if names[-1] not in _ROWS:
+        if names[-1] not in FFN_ROWS:
             return leaf
         layer = names[names.index("blocks") + 1]
         return jnp.where(dead[layer][:, None], 0, leaf)

@@ -1,24 +1,31 @@
 """One optimizer step, and one evaluation step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from pallas_kernels import FfnStats
+from pallas_kernels import FfnPlan, FfnStats
+from twell_jax.sharding import TENSOR, active_axes, axis_size
 from twell_jax.training.config import Config
 from twell_jax.training.l1_penalty import effective_coefficient, update_l1_state
 from twell_jax.training.losses import linear_cross_entropy
 from twell_jax.training.optimizer import learning_rate_schedule, make_optimizer
-from twell_jax.training.state import TrainState, model_graph
+from twell_jax.training.state import Activity, TrainState, model_graph
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
-def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+# Weight of the newest step in `Activity`.
+_NEWEST = 0.1
+
+
+def make_train_step(
+    config: Config, plans: Sequence[FfnPlan] | None = None
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """A function `(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
     The loss is the cross-entropy summed over all targets of the batch and divided by
@@ -31,9 +38,12 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
 
     Metrics are f32 scalars: `loss`, `cross_entropy`, `grad_norm` (before clipping),
     `learning_rate`, `finite` (0 or 1), `num_targets`, and with sparse layers `l1_coefficient`,
-    `l1` and arrays by layer: `l0`, `dead_fraction`, `max_steps_since_fired` (of its neurons).
+    `l1` and arrays by layer: `l0`, `dead_fraction`, `max_steps_since_fired` (of its neurons),
+    `dense_share` (of tokens that did not fit the format of the backend).
+
+    `plans`, one for every layer, change the speed alone.
     """
-    graph = model_graph(config.model)
+    graph = model_graph(config.model, plans)
     optimizer = make_optimizer(config.optimizer)
     schedule = learning_rate_schedule(config.optimizer, config.train.num_steps)
     num_micro_batches = config.train.num_micro_batches
@@ -90,6 +100,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
         params = jax.tree.map(
             lambda p, d: (p - learning_rate * d).astype(p.dtype), state.params, direction
         )
+        activity = _updated_activity(state, stats, batch["inputs"].size)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         new_state = TrainState(
             step=state.step,
@@ -97,6 +108,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
             opt_state=opt_state,
             l1=_updated_l1(config, state, stats),
             steps_since_fired=_updated_steps_since_fired(state, stats),
+            activity=activity,
             num_skipped=state.num_skipped,
         )
         new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
@@ -123,6 +135,7 @@ def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[Train
                 "l0": stats.l0,
                 "dead_fraction": jnp.mean(dead, axis=-1),
                 "max_steps_since_fired": jnp.max(new_state.steps_since_fired, axis=-1),
+                "dense_share": _dense_share(stats, batch["inputs"].size),
             }
         return new_state, jax.tree.map(lambda m: jnp.asarray(m, jnp.float32), metrics)
 
@@ -160,13 +173,34 @@ def _updated_steps_since_fired(state: TrainState, stats: FfnStats | None):
     return jnp.where(stats.fired > 0, 0, state.steps_since_fired + 1)
 
 
-def make_eval_step(config: Config) -> Callable[[dict, Batch], dict[str, jax.Array]]:
+def _dense_share(stats: FfnStats, num_tokens: int):
+    # A token counts once for every shard of its neurons.
+    return stats.num_dense / (num_tokens * axis_size(active_axes((TENSOR,))))
+
+
+def _updated_activity(state: TrainState, stats: FfnStats | None, num_tokens: int):
+    if stats is None:
+        return None
+    # Every layer sees the same real tokens; with none of them nothing is learnt of the rates.
+    real_tokens = stats.num_tokens[0]
+    now = Activity(
+        firing_rates=stats.fired / jnp.maximum(real_tokens, 1),
+        dense_share=_dense_share(stats, num_tokens),
+        weight=jnp.float32(1),
+    )
+    share = jnp.where(real_tokens > 0, _NEWEST, 0)
+    return jax.tree.map(lambda old, new: old + share * (new - old), state.activity, now)
+
+
+def make_eval_step(
+    config: Config, plans: Sequence[FfnPlan] | None = None
+) -> Callable[[dict, Batch], dict[str, jax.Array]]:
     """A function `(params, batch) -> sums`, to be jitted.
 
     Sums over the batch, to be added up over batches: `cross_entropy`, `num_targets`,
-    `num_tokens`, and with sparse layers by layer `l1`, `l0`, `fired`.
+    `num_tokens`, and with sparse layers by layer `l1`, `l0`, `fired`. `plans` as for training.
     """
-    graph = model_graph(config.model)
+    graph = model_graph(config.model, plans)
 
     def eval_step(params, batch):
         losses, aux = _token_losses(config, nnx.merge(graph, params), batch, z_loss=0.0)
