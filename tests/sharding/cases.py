@@ -20,6 +20,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import FfnPlan
 from pallas_kernels.mosaic_gpu import ffn as mosaic_ffn
 from pallas_kernels.triton_gpu import backward, launch
 from pallas_kernels.triton_gpu import ffn as triton_ffn
@@ -32,6 +33,7 @@ from twell_jax.modules.sharded_ffn import sharded_sparse_ffn
 from twell_jax.sharding import batch_sharding, make_mesh, shardings
 from twell_jax.training.loop import train
 from twell_jax.training.metrics import read_metrics
+from twell_jax.training.reorder import reorder_neurons
 from twell_jax.training.revive import revive_dead_neurons
 from twell_jax.training.state import abstract_state, initial_state
 from twell_jax.training.step import make_train_step
@@ -167,6 +169,35 @@ def reviving_is_the_same_on_every_mesh(_):
         assert_same_tree(state.opt_state[1].mu, expected_state.opt_state[1].mu, 1e-6)
 
 
+def reordering_asks_no_other_device(_):
+    """Neurons stay in their shard, and so do the rows that belong to them."""
+    config = sharded_config()
+    rng = np.random.default_rng(0)
+    for shape in MESHES:
+        shards = shape[2]
+        width = config.model.intermediate_size // shards
+        order = np.stack(
+            [
+                np.concatenate([first * width + rng.permutation(width) for first in range(shards)])
+                for _ in range(config.model.num_layers)
+            ]
+        )
+
+        def reorder(state, _, order=order, shards=shards):
+            # Not all alike, as after some steps.
+            state = dataclasses.replace(state, steps_since_fired=state.steps_since_fired + order)
+            return reorder_neurons(state, order, shards), 0
+
+        before, (state, _), hlo = on_mesh(shape, config, reorder)
+        assert not re.findall(r"all-gather|all-to-all|collective-permute|all-reduce", hlo), shape
+        for layer, block in state.params["blocks"].items():
+            for name, rows in block["ffn"].items():
+                expected = before.params["blocks"][layer]["ffn"][name][order[layer]]
+                np.testing.assert_array_equal(rows, expected)
+        expected = np.take_along_axis(order, order, axis=1)
+        np.testing.assert_array_equal(state.steps_since_fired, expected)
+
+
 def runs_continue_on_other_meshes(folder):
     """8 devices to 4 x 2, then to 1: same losses as a run on one mesh."""
     data = folder / "data"
@@ -278,12 +309,17 @@ def modules_work_inside_a_shard_map_of_the_user(_):
 
 
 def sharded_layer():
-    """Arguments, and `differentiated(backend)`, of a layer that is sparse enough."""
+    """Arguments, and `differentiated(backend)`, of a layer that is sparse enough.
+
+    With a dense band, on every shard of its neurons.
+    """
     inputs = make_inputs(Case((16, 2), 64, 256, 0.003, "bfloat16", mask="random"))
 
     def differentiated(backend):
         def loss(*arguments):
-            y, stats = sharded_sparse_ffn(*arguments, inputs.token_mask, backend=backend)
+            y, stats = sharded_sparse_ffn(
+                *arguments, inputs.token_mask, backend=backend, plan=FfnPlan(40)
+            )
             sum_of_y = jax.numpy.sum(y.astype(jax.numpy.float32) * inputs.y_bar)
             return sum_of_y + inputs.l1_bar * stats.l1, (y, stats)
 
@@ -366,6 +402,7 @@ CASES = {
         initial_parameters_are_the_same,
         a_train_step_is_the_same_on_every_mesh,
         reviving_is_the_same_on_every_mesh,
+        reordering_asks_no_other_device,
         runs_continue_on_other_meshes,
         what_does_not_divide_is_refused,
         sums_over_devices_are_made_in_f32,
