@@ -1,9 +1,13 @@
 """Where the Triton kernels can run."""
 
+import importlib.metadata
 import importlib.util
 import re
 
 import jax
+
+# The newest jax-triton that jax from 0.12 on cannot lower: it calls one of its rules otherwise.
+_TOO_OLD_FOR_JAX_0_12 = (0, 4, 1)
 
 # bf16 matrix units came with Ampere.
 _OLDEST = (8, 0)
@@ -27,4 +31,11 @@ def require_triton(backend: str) -> None:
         raise NotImplementedError(
             f"backend {backend!r} needs jax-triton, which is not installed "
             "(pip install 'twell-jax[triton]')"
+        )
+    version = importlib.metadata.version("jax-triton")
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))
+    if jax.__version_info__ >= (0, 12) and numbers <= _TOO_OLD_FOR_JAX_0_12:
+        raise NotImplementedError(
+            f"backend {backend!r}: jax-triton {version} does not work with jax {jax.__version__} "
+            "(pip install 'jax<0.12')"
         )

@@ -52,6 +52,13 @@ def test_what_is_not_served_is_refused(monkeypatch):
     with pytest.raises(NotImplementedError, match="needs jax-triton, which is not installed"):
         ffn.check_sparse_ffn(x, w, w, w, None)
     monkeypatch.setattr(device.importlib.util, "find_spec", lambda _: "there")
+    with monkeypatch.context() as newer:
+        newer.setattr(device.importlib.metadata, "version", lambda _: "0.4.1")
+        newer.setattr(device.jax, "__version_info__", (0, 12, 0))
+        with pytest.raises(NotImplementedError, match=r"jax-triton 0\.4\.1 does not work with jax"):
+            ffn.check_sparse_ffn(x, w, w, w, None)
+        newer.setattr(device.importlib.metadata, "version", lambda _: "0.5")
+        ffn.check_sparse_ffn(x, w, w, w, None)
     ffn.check_sparse_ffn(x, w, w, w, None)
     with pytest.raises(NotImplementedError, match="'mosaic_triton' needs a Hopper GPU"):
         ffn.check_sparse_ffn_on_hopper(x, w, w, w, None)

@@ -9,6 +9,7 @@ from flax import nnx
 from twell_jax.errors import ConfigError
 from twell_jax.modules.config import ATTENTION_IMPLEMENTATIONS, check_choice
 from twell_jax.modules.initializers import linear_init
+from twell_jax.modules.linear import make_linear
 from twell_jax.modules.rope import apply_rope
 
 _logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class Attention(nnx.Module):
             raise ConfigError(f"head_dim: rotary embeddings need an even size, got {head_dim}")
 
         def linear(inputs, outputs, use_bias, kernel_init):
-            return nnx.Linear(
+            return make_linear(
                 inputs,
                 outputs,
                 use_bias=use_bias,

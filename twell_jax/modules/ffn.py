@@ -23,11 +23,9 @@ def _create_weights(
     module.dtype = dtype
 
 
-def _cast_weights(module):
-    def cast(weight):
-        return None if weight is None else weight[...].astype(module.dtype)
-
-    return cast(module.w_gate), cast(module.w_up), cast(module.w_down)
+def _weights(module):
+    weights = (module.w_gate, module.w_up, module.w_down)
+    return tuple(None if weight is None else weight[...] for weight in weights)
 
 
 class SparseFFN(nnx.Module):
@@ -78,7 +76,7 @@ class SparseFFN(nnx.Module):
         """
         return sharded_sparse_ffn(
             x.astype(self.dtype),
-            *_cast_weights(self),
+            *_weights(self),
             token_mask,
             backend=self.backend,
             plan=self.plan,
@@ -114,7 +112,9 @@ class DenseFFN(nnx.Module):
         """Applies the layer; same arguments and result as `SparseFFN`, with None as statistics."""
         del token_mask
         activation = getattr(jax.nn, self.activation)
-        w_gate, w_up, w_down = _cast_weights(self)
+        w_gate, w_up, w_down = (
+            None if weight is None else weight.astype(self.dtype) for weight in _weights(self)
+        )
         x = x.astype(self.dtype)
         # The names that remat="ffn" saves.
         up = checkpoint_name(x @ w_up.T, "ffn_up")

@@ -11,11 +11,12 @@ from flax import nnx
 from pallas_kernels import FfnPlan, FfnStats
 from twell_jax.modules.attention import Attention, segment_mask
 from twell_jax.modules.config import REMAT_POLICIES, TransformerConfig
+from twell_jax.modules.embed import embed
 from twell_jax.modules.ffn import DenseFFN, SparseFFN
 from twell_jax.modules.initializers import residual_init, row_init
 from twell_jax.modules.norm import RMSNorm
 from twell_jax.modules.rope import positions_in_segments
-from twell_jax.sharding import constrain_tokens, gather
+from twell_jax.sharding import constrain_tokens
 
 
 class TransformerAux(NamedTuple):
@@ -140,10 +141,7 @@ class Transformer(nnx.Module):
         apply = _apply_block
         if self.config.remat != "none":
             apply = nnx.remat(_apply_block, policy=REMAT_POLICIES[self.config.remat])
-        # Looked up in the parameters' dtype: the gradient of a frequent token is the sum of
-        # thousands of rows, which bf16 would round away.
-        # Over a mesh the table is gathered, as a lookup in a split one moves activations.
-        x = gather(self.embedding.embedding[...])[tokens].astype(self.config.dtype)
+        x = embed(self.embedding.embedding[...], tokens, jnp.dtype(self.config.dtype))
         x = constrain_tokens(x)
         stats = []
         for block in self.blocks:
@@ -157,13 +155,16 @@ class Transformer(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """f32 logits of features `[..., hidden_size]`."""
         return jnp.einsum(
-            "...d,vd->...v", x, self.head_weights(), preferred_element_type=jnp.float32
+            "...d,vd->...v",
+            x,
+            self.head_weights().astype(x.dtype),
+            preferred_element_type=jnp.float32,
         )
 
     def head_weights(self) -> jax.Array:
-        """`[vocab_size, hidden_size]` in the computation's dtype: `logits = features head'`."""
+        """`[vocab_size, hidden_size]`, as stored: `logits = features head'`, in `config.dtype`."""
         head = self.embedding.embedding if self.head is None else self.head
-        return head[...].astype(self.config.dtype)
+        return head[...]
 
 
 def _apply_block(block, x, positions, mask, token_mask):

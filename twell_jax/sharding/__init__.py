@@ -163,11 +163,6 @@ def constrain_tokens(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(axes)) if axes else x
 
 
-def gather(x: jax.Array, spec: P = P()) -> jax.Array:  # noqa: B008
-    """`x` split over the mesh in use as `spec` says, by default not at all, if there is a mesh."""
-    return jax.lax.with_sharding_constraint(x, spec) if active_axes(MESH_AXES) else x
-
-
 def dividing_axes(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
     """The active ones of `axes`, if together they divide `size`; else none."""
     axes = active_axes(axes)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from twell_jax.sharding import TOKEN_AXES, dividing_axes
+from twell_jax.sharding.gathers import local_weight, split_columns
 
 
 class TokenLosses(NamedTuple):
@@ -41,18 +42,17 @@ def linear_cross_entropy(
 
     Args:
       features: `[batch, length, hidden_size]`.
-      head: `[vocab_size, hidden_size]`, in the dtype of `features`.
+      head: `[vocab_size, hidden_size]`, rounded to the dtype of `features`.
       targets: int32 `[batch, length]`.
       loss_mask: bool `[batch, length]`.
       z_loss: weight of the squared log-normaliser in the total.
       chunk_tokens: about how many tokens of a device a chunk may hold; 0 makes one chunk.
     """
     axes = dividing_axes(TOKEN_AXES, features.shape[0])
+    split_axis = split_columns(head, axes)
 
     def local_losses(features, head, targets, loss_mask):
-        # f32 up to here, though its values are those of the narrow dtype: so the sum of its
-        # gradient over devices is an f32 one.
-        head = _varying(head, axes).astype(features.dtype)
+        head = local_weight(head, features.dtype, split_axis, axes).astype(features.dtype)
         sums = _summed_losses(features, head, targets, loss_mask, z_loss, chunk_tokens, axes)
         return jax.lax.psum(sums, axes) if axes else sums
 
@@ -61,11 +61,11 @@ def linear_cross_entropy(
         tokens = P(axes)
         local_losses = jax.shard_map(
             local_losses,
-            in_specs=(tokens, P(), tokens, tokens),
+            in_specs=(tokens, P(None, split_axis), tokens, tokens),
             out_specs=P(),
             axis_names=set(axes),
         )
-    total, cross_entropy = local_losses(features, head.astype(jnp.float32), targets, loss_mask)
+    total, cross_entropy = local_losses(features, head, targets, loss_mask)
     return TokenLosses(total, jax.lax.stop_gradient(cross_entropy))
 
 
